@@ -521,7 +521,7 @@ OPTIONS: Mapping[str, Option] = {each.name: each.metadata["option"] for each in 
 
 
 def _read_value(name: str, given: Any) -> Any:
-    """Return the value of an option from what was given for it; raises UsageError."""
+    """Read the argument that was given for an option; raises UsageError if it is not valid."""
     option = OPTIONS[name]
     try:
         return option.read(given)

@@ -239,10 +239,10 @@ class WorldBroken(UsageError):
 
     def __init__(self, why: str, kept: str = "") -> None:
         """`kept` names the variables that ranks get back as soon as the group is formed."""
-        back = f", and gives back {kept}" if kept else ""
+        promise = f", and gives back {kept}" if kept else ""
         super().__init__(
             f"the workers could not rebuild their process group: {why}. The next cell tries "
-            f"again{back}; `%dist_restart` restarts all workers, and their variables are lost."
+            f"again{promise}; `%dist_restart` restarts all workers, and their variables are lost."
         )
 
 

@@ -394,8 +394,8 @@ def select_ranks(ranks: RankSelection | None, rank: int | None, world_size: int)
         select_ranks([2, 0], None, 4)  # (2, 0): numbers keep their order
         select_ranks(None, -1, 4)  # (3,): as in a text, negative numbers count from the end
 
-    Without both arguments all ranks are returned.  Raises BadRanks if no rank is selected or a rank
-    is missing, and UsageError for both arguments at once or an argument of another type.
+    Without both arguments all ranks are returned.  Raises BadRanks if no rank is selected or a
+    rank does not exist, and UsageError for both arguments at once or an argument of another type.
     """
     if ranks is not None and rank is not None:
         raise UsageError(f"`ranks={ranks!r}, rank={rank}`: give `rank` for one rank, or `ranks`.")
@@ -416,7 +416,7 @@ def select_ranks(ranks: RankSelection | None, rank: int | None, world_size: int)
     numbers = range(world_size) if ranks is None else ranks
     chosen: dict[int, None] = {}
     for number in numbers if rank is None else (rank,):
-        # Each task comes through here with all of its ranks, so plain integers take no detour.
+        # Each task comes through here with all of its ranks, so plain integers skip `_is_number`.
         if type(number) is not int and not _is_number(number):
             raise refusal(f"{number!r} is not the number of a rank")
         index = operator.index(number)

@@ -263,7 +263,7 @@ class Interrupter:
                 await rank.ask(EndStoreWait(), STORE_RELEASE_TIMEOUT)
             if stopped.is_over:
                 break
-            if is_stuck(sight) and not stopped.is_spared:  # spared since `record_place`, maybe
+            if is_stuck(sight) and not stopped.is_spared:  # `spare` may have been called meanwhile
                 rank.kill(IGNORES_STOP)
             elif stopped.must_remind(sight):
                 rank.interrupt()

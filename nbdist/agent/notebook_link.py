@@ -169,12 +169,12 @@ class NotebookLink:
             self._deliver(message)
 
     def _deliver(self, message: messages.Down) -> None:
-        """Record a message of the notebook, or of `Supervision` in its place, and carry it out."""
+        """Record a message of the notebook or of `Supervision`, and carry the message out."""
         self._record.record_received(message)
         self._on_message(message)
 
     def observe(self, rank: int, task_id: str, output: Output) -> None:
-        """Let `Supervision` take an output into account, which may reach the notebook later."""
+        """Pass an output to `Supervision`, before the output waits to be sent to the notebook."""
         self._supervision.observe(rank, task_id, output)
 
     def _open_segments(self, state: messages.HandoverState) -> messages.HandoverState:

@@ -87,7 +87,7 @@ class Backlog:
                 self._drop_other_output()
 
     def discard_input_request(self, rank: int, number: int) -> None:
-        """Remove the pending input request of this number, because it was answered."""
+        """Remove the pending request for input or items with this number: it was answered."""
         self._queues[rank] = [
             (cell_id, output)
             for cell_id, output in self._queues[rank]

@@ -1,9 +1,9 @@
 """Supervises tasks: releases ranks that wait for ever, and stops a task that takes too long.
 
 Runs in the process that serves the notebook: the agent, or the head if the world has several
-machines.  So nothing here depends on the notebook's thread, or on a notebook at all.  `Supervisor`
-decides and does no I/O; `Supervision` tells it the facts, and carries out its decisions by the
-messages that a notebook could send.
+machines.  So tasks are supervised even while the notebook's thread is busy or no notebook is
+attached.  `Supervisor` decides and does no I/O.  `Supervision` passes facts to each `Supervisor`,
+and carries out the decisions by messages that a notebook could send.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Supervisor:
 
     While the task runs, its ranks are located again and again.  If ranks wait in collectives that
     cannot complete, because other ranks have finished or because the calls do not match,
-    collectives are aborted on all ranks, unless `Rules.aborts` is False.  A death needs no such
-    proof: collectives are aborted, or the survivors are ended, at once.
+    collectives are aborted on all ranks, unless `Rules.aborts` is False.  After a death,
+    collectives are aborted, or the survivors are ended, at once and without such a proof.
     """
 
     def __init__(self, ranks: Collection[int], rules: Rules, now: float) -> None:
@@ -69,7 +69,8 @@ class Supervisor:
         self._asking: set[int] = set()  # ranks that wait for input
         self._asking_since = now
         self._input_seconds = 0.0
-        self._timeout_located_at: float | None = None
+        # After the timeout: when the task is stopped, at the latest.  The ranks are located first.
+        self._stop_at: float | None = None
         self._ended: set[int] = set()  # ranks that no abort wakes, and that are being ended
         self._detector = HangDetector(now, rules.hang_timeout)
 
@@ -118,7 +119,7 @@ class Supervisor:
         self.record_input(rank, now)
 
     def record_input(self, rank: int, now: float) -> None:
-        """Record that a rank has got the line that it waited for, or waits no more."""
+        """Record that a rank does not wait for input any more, or never did."""
         self._count_input(now)
         self._asking.discard(rank)
 
@@ -128,7 +129,7 @@ class Supervisor:
         self._asking_since = now
 
     def record_stop(self, now: float) -> None:
-        """Record that the ranks are interrupted: from now on the agent aborts by itself."""
+        """Record that the ranks are interrupted: `Interrupter` aborts collectives from now on."""
         self._is_stopping = True
         self._count_input(now)
         self._asking.clear()  # an answer would come too late
@@ -140,8 +141,8 @@ class Supervisor:
         waiting = {rank: place for rank, place in places.items() if rank in self.unfinished}
         in_flight = sum(place.in_flight for place in places.values())
         self._detector.record_places(waiting, now, in_flight)
-        if self._timeout_located_at is not None:
-            self._timeout_located_at = now
+        if self._stop_at is not None:
+            self._stop_at = now
 
     def record_abort(self, now: float) -> None:
         """Record that collectives are being aborted."""
@@ -150,18 +151,19 @@ class Supervisor:
     # --- steps ----------------------------------------------------------------------------
 
     def next_steps(self, now: float) -> Iterator[Decision | str]:
-        """Yield the steps that are necessary now, decisions or LOCATE; none once all have finished.
+        """Yield the steps that are necessary now: decisions, or LOCATE.
 
-        Each decision is yielded once, but for an abort, which the caller has to record.
+        Yields nothing once all ranks have finished.  The caller must pass an abort to
+        `record_abort`, as the next call would yield it again.
         """
         if not self.unfinished:
             return
         if self._seconds_left(now) <= 0:
-            if self._timeout_located_at is None:
-                self._timeout_located_at = now + LOCATED_TIMEOUT
+            if self._stop_at is None:
+                self._stop_at = now + LOCATED_TIMEOUT
                 self._detector.record_request(now)
                 yield LOCATE
-            elif now >= self._timeout_located_at:
+            elif now >= self._stop_at:
                 self.has_timed_out = self._is_stopping = True
                 self._detector.poll_fast(now)
                 yield Decision.TIME_OUT
@@ -178,7 +180,7 @@ class Supervisor:
         if len(self.unfinished) < self._rules.size:
             self._detector.poll_fast(now)
         aborts = self._rules.aborts and not self._is_stopping
-        # The process of a rank that is being ended may need long to exit: that is waited for.
+        # The process of a rank that is being ended may need long to exit: abort nothing until then.
         is_ending = not self._ended.isdisjoint(self.unfinished)
         if aborts and not is_ending and self._can_never_go_on(now):
             self._ended.update(self.unwakeable)
@@ -188,11 +190,11 @@ class Supervisor:
             yield LOCATE
 
     def seconds_to_step(self, now: float) -> float:
-        """Return the seconds until `next_steps` has something to do, if no fact comes."""
+        """Return the seconds until `next_steps` yields a step, if no fact is recorded before."""
         until_poll = self._detector.seconds_to_poll(now) if self._is_watched else float("inf")
         left = self._seconds_left(now)
-        if left <= 0 and self._timeout_located_at is not None:
-            left = self._timeout_located_at - now
+        if left <= 0 and self._stop_at is not None:
+            left = self._stop_at - now
         return max(0.0, min(until_poll, left))
 
     @property
@@ -229,9 +231,9 @@ class Supervisor:
 
 
 def fact_of(output: Output) -> Output | None:
-    """Return what `Supervisor.receive` needs to know of an output, without large fields; or None.
+    """Return an output without its large fields, or None if `Supervisor.receive` ignores it.
 
-    An agent sends its head such facts at once (`Observed`).
+    An agent sends the returned output to its head at once (`Observed`).
     """
     match output:
         case Done():
@@ -248,13 +250,13 @@ def fact_of(output: Output) -> Output | None:
 class Supervision:
     """Supervises the tasks in progress; `NotebookLink` has one.
 
-    `deliver` carries out a message as if the notebook had sent it; `send` sends one to the
+    `deliver` carries out a message as if the notebook had sent it.  `send` sends a message to the
     notebook.
     """
 
     def __init__(self, deliver: Callable[[Down], None], send: Callable[[Up], None]) -> None:
-        # About the last task: the decisions of a kind count as one, as some programs go on for ever
-        # from abort to abort.
+        # The decisions about the last tasks, by task and kind.  Decisions of the same kind are
+        # merged, because a program can need one abort after another without end.
         self._decided: dict[tuple[str, Decision], Decided] = {}
         self._deliver, self._send = deliver, send
         self._supervisors: dict[str, Supervisor] = {}
@@ -270,14 +272,14 @@ class Supervision:
         return (*self._decided.values(),)
 
     def close(self) -> None:
-        """Supervise nothing any more, such as after the workers have ended."""
+        """Stop supervising all tasks, such as before the workers are ended."""
         self._supervisors.clear()
         self._set_timer(float("inf"))
 
     # --- facts ----------------------------------------------------------------------------
 
     def observe(self, rank: int, task_id: str, output: Output) -> None:
-        """Take an output into account, before it waits for the notebook."""
+        """Take an output of a rank into account, before the output waits for the notebook."""
         supervisor = self._supervisors.get(task_id)
         if supervisor is None or not isinstance(output, Done | Died | Failure | InputRequest):
             return
@@ -310,8 +312,8 @@ class Supervision:
     def is_repeated(self, message: Interrupt) -> bool:
         """Return True if a timeout has just done what the first Stop of a notebook asks for.
 
-        The notebook did not know of the timeout yet: its message must not count as a second Stop,
-        after which ranks are killed that clean up.
+        The notebook has sent the message before it received `Decision.TIME_OUT`.  The message must
+        not count as a second Stop, after which ranks are killed while they clean up.
         """
         tasks = self._supervisors.values()
         stopped = (each for each in tasks if not each.unfinished.isdisjoint(message.ranks))
@@ -356,7 +358,7 @@ class Supervision:
         self._set_timer(min(delays, default=float("inf")))
 
     def _carry_out(self, task_id: str, supervisor: Supervisor, decision: Decision) -> None:
-        """Tell the notebook the decision, and carry it out."""
+        """Send a decision to the notebook, and carry the decision out."""
         unfinished, waiting = (*sorted(supervisor.unfinished),), dict(supervisor.waiting)
         if decision is Decision.END_UNWAKEABLE:
             ranks = supervisor.unwakeable

@@ -224,8 +224,8 @@ class Head:
         self._stopped_tasks.update(tasks)
 
     async def _spare(self, ranks: Collection[int]) -> tuple[int, ...]:
-        """Have no rank killed until Stop is pressed again; return the ranks that live."""
-        # A node learns of this Stop only by `InterruptAt`: until then its ranks are noted here.
+        """Let Stop kill none of these ranks until it is pressed again; return the live ranks."""
+        # A node is told of this Stop only by `InterruptAt`, so until then its ranks are noted here.
         waiting = self._pending_stops.keys() & ranks
         self._spared |= waiting
         parts = self._parts(rank for rank in ranks if rank not in waiting).items()
@@ -301,7 +301,7 @@ class Head:
     def _show(self, outputs: messages.Outputs, node: Node | None) -> None:
         """Send a batch to the notebook; record its sender: acknowledgements keep the order."""
         for rank, task, output in outputs.items:
-            if node is None:  # nodes send `Observed`
+            if node is None:  # a node has sent `Observed` before
                 self._notebook.observe(rank, task, output)
             if isinstance(output, Done | Died) and self._task_of.get(rank) == task:
                 del self._task_of[rank]

@@ -79,7 +79,7 @@ class NodePool:
         self._background_tasks: set[asyncio.Task[None]] = set()
         self._by_identity: dict[bytes, Node] = {}
         self._failures: list[CannotStart] = []
-        # By the number of a refused node: when its agent may start again, and the seconds until it.
+        # By the number of a refused node: when its agent may start again, and the seconds of pause.
         self._refused: dict[int, tuple[float, float]] = {}
         self._changed = asyncio.Event()
         self._has_started = self._is_closing = False
@@ -246,7 +246,7 @@ class NodePool:
     async def _restart_missing_agents(self) -> None:
         """Start agents again on hosts that have no agent, until the pool is closed.
 
-        A node that is refused again and again is started less and less often.
+        The agent of a node that is refused again and again is started less and less often.
         """
         launched, loop = self._launched, asyncio.get_running_loop()
         assert launched.again is not None
@@ -294,7 +294,7 @@ class NodePool:
             self._run_in_background(self._admit_late_node(node))
 
     def _pause_restarts(self, number: int) -> None:
-        """Let the agent of a refused node be started again, each time after twice as long."""
+        """Let the agent of a refused node start again after a pause, each time twice as long."""
         _, last_pause = self._refused.get(number, (0.0, AGAIN_INTERVAL))
         pause = min(2 * last_pause, MAX_REFUSED_PAUSE)
         self._refused[number] = asyncio.get_running_loop().time() + pause, pause
@@ -381,7 +381,7 @@ async def _read_clock(node: Node) -> None:
 
 
 async def _find_unreached(node: Node, targets: Sequence[ProbeTarget]) -> str:
-    """Return the target that a node cannot reach, or ""; CannotStart if it does not answer."""
+    """Return which target a node cannot reach and why, or ""; raises CannotStart if it is lost."""
     request = Reach(tuple(targets))
     try:
         return str(await node.ask(request, request.timeout))

@@ -42,8 +42,8 @@ FIRST_DRAWING = 0.15  # seconds before a running cell is drawn, so that a fast c
 REDRAW_INTERVAL = 0.25  # seconds between drawings, as a page rebuilds the whole panel each time
 
 MAX_LATE_LINES, MAX_LATE_LENGTH = 40, 300
-"""Of the output that arrived after a cell, the most lines that a terminal prints at once, and the
-most characters of a line."""
+"""The most lines of late output that a terminal prints at once, and the most characters of a
+line."""
 
 
 class PanelDisplay:
@@ -220,7 +220,7 @@ class PanelDisplay:
         """Do nothing: `redraw_ended` draws what the transcript has."""
 
     def finish_late(self) -> bool:
-        """Return False: `redraw_ended` has drawn all lines, complete or not."""
+        """Return False: `redraw_ended` draws all lines, complete or not."""
         return False
 
     def redraw_ended(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
@@ -274,8 +274,8 @@ class PlainDisplay:
         self._notes = notes
         self._colours = colours
         self._lines: PlainLines | None = None
-        self._late = list[str]()  # lines to print that arrived after the end of the cell
-        self._has_late = False  # whether `_lines` may have an incomplete late line
+        self._late_lines = list[str]()  # for `redraw_ended`
+        self._has_late_output = False  # whether `_lines` may have an incomplete late line
         self._waits = ""
         self._warned = 0
         self._stream = sys.stdout
@@ -348,14 +348,14 @@ class PlainDisplay:
         if self._lines is None:
             self._lines = PlainLines(transcript.ranks)
         for rank, output in outputs:
-            self._late += self._lines.receive(rank, output, time.monotonic())
-            self._has_late = True
+            self._late_lines += self._lines.receive(rank, output, time.monotonic())
+            self._has_late_output = True
 
     def finish_late(self) -> bool:
         """Keep incomplete late lines too; return True if there was late output to finish."""
-        had_late, self._has_late = self._has_late, False
+        had_late, self._has_late_output = self._has_late_output, False
         if had_late and self._lines is not None:
-            self._late += self._lines.finish(time.monotonic())
+            self._late_lines += self._lines.finish(time.monotonic())
         return had_late
 
     def redraw_ended(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
@@ -364,12 +364,12 @@ class PlainDisplay:
         While IPython's prompt is open, IPython prints them above the prompt.
         """
         if self._lines is not None:
-            self._late += self._lines.flush()
-        lines, self._late = self._late, []
-        if more := len(lines[:-MAX_LATE_LINES]):
-            rest = in_pool("rest: `%dist_output --all`", self._pool)
-            noun = "line" if more == 1 else "lines"
-            self._write([f"… {more:,} {noun} more after the cell · {rest}"])
+            self._late_lines += self._lines.flush()
+        lines, self._late_lines = self._late_lines, []
+        if hidden_count := len(lines[:-MAX_LATE_LINES]):
+            hint = in_pool("rest: `%dist_output --all`", self._pool)
+            noun = "line" if hidden_count == 1 else "lines"
+            self._write([f"… {hidden_count:,} {noun} more after the cell · {hint}"])
         self._write(clip(line, MAX_LATE_LENGTH) for line in lines[-MAX_LATE_LINES:])
         if lines:
             sys.stdout.flush()

@@ -177,7 +177,7 @@ class FinishedCells:
                 self._changed.add(cell)
 
     def add_to_display(self, transcript: Transcript, outputs: RankOutputs) -> None:
-        """Let the display of a cell show outputs that its transcript has, at the next `show`."""
+        """Add outputs, which a cell's transcript has already, to its display; `show` draws them."""
         for each, display in self._cells:
             if each is transcript and display is not None:
                 display.add_late(transcript, outputs)

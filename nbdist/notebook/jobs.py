@@ -162,7 +162,7 @@ class Job:
             raise error
 
     def _wait(self, timeout: float | None) -> BaseException | None:
-        """Wait as `wait`, and return the job's error; raise only for a timeout or a Stop."""
+        """Wait as `wait` does, and return the job's error; raise only for a timeout or a Stop."""
         stops = self._run_until(float("inf") if timeout is None else timeout)
         self._was_waited_for |= self.has_ended
         if not self.has_ended:
@@ -352,7 +352,7 @@ class CellPlace:
     """Remembers which notebook cell runs now, so that later output can be shown below it.
 
     `is_known` is False in a terminal, where output can only be added at the end.  `loop` is the
-    event loop in which cells run, or None.
+    event loop in which cells run, None in a terminal.
     """
 
     def __init__(self, shell: InteractiveShell) -> None:

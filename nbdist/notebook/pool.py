@@ -333,7 +333,7 @@ class Pool:
         ):
             return
         if names.objects.have_run and any(map(names.record, shared)):
-            with suppress(KeyboardInterrupt):  # Stop ends the question, and the cell has ended
+            with suppress(KeyboardInterrupt):  # the cell has ended, so Stop ends only this
                 record_changes(session, session.everyone)
         for name in shared:
             is_other = bool(names.ranks_that_assigned(name)) or names.is_changed(name)
@@ -568,10 +568,10 @@ class Pools:
             self._pools[name] = Pool(self, name)
         return self._pools[name]
 
-    def check_process(self, what: str) -> None:
-        """Raise ForkedProcess for the call `what` if this process was forked from the notebook."""
+    def check_process(self, call: str) -> None:
+        """Raise ForkedProcess, with a text that names the call, in a fork of the notebook."""
         if os.getpid() != self._pid:
-            raise ForkedProcess(what)
+            raise ForkedProcess(call)
 
     def find(self, name: str | None) -> Pool | None:
         """Return the pool of this name or None; callable from any thread, which must only read."""

@@ -49,7 +49,7 @@ class PoolWorld(World):
 
     @property
     def session(self) -> Session:  # type: ignore[override]
-        """The session of the pool's world; without workers, the last one."""
+        """The session of the pool's world; without workers, the last session."""
         if self._pool.world is not None:
             self._last_session = self._pool.world.session
         return self._last_session
@@ -120,15 +120,15 @@ def current_world(pool: str = "") -> World:
             "In a script `nbdist.World(n=4)` starts workers."
         )
     pools.check_process(CALL)
-    found = pools.find(pool)
-    if found is None or (found.own_name and not _has_world(found)):
+    chosen = pools.find(pool)
+    if chosen is None or (chosen.own_name and not _has_world(chosen)):
         error = WorldNotStarted(f"`nbdist.current_world({pool!r})`")
         error.args = (in_pool(str(error), pool),)
         raise error
-    if not _has_world(found):
-        _start(found)
-    assert found.world is not None
-    return PoolWorld(found, found.world.session)
+    if not _has_world(chosen):
+        _start(chosen)
+    assert chosen.world is not None
+    return PoolWorld(chosen, chosen.world.session)
 
 
 def _has_world(pool: Pool) -> bool:

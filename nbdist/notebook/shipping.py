@@ -522,8 +522,8 @@ class Plan:
         for key, replaced in self.outgoing.replaced_parts.items():
             self._notice_new_parts(key, frozenset(replaced))
         lacks = {r: [n for n in self._examined if r in self._ranks_without(n)] for r in self._ranks}
-        sends = any(lacks.values()) or any(self.outgoing.changed.values())
-        groups = self.outgoing.groups(lacks) if sends else []
+        must_send = any(lacks.values()) or any(self.outgoing.changed.values())
+        groups = self.outgoing.groups(lacks) if must_send else []
         made = [self._packet(ranks, lacks[ranks[0]]) for ranks in groups]
         packets = tuple(packet for packet in made if packet is not None)
         setup = self._setup_packet() if self._is_setup and self._examined else None

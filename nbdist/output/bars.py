@@ -1,9 +1,9 @@
 """The progress bars of all ranks as one table: how far each rank is, and which rank is behind.
 
 While a cell runs, ranks have rows for their current bars.  A rank's current bar is the last bar,
-unless many lines are printed below it.  Other bars are "left", and in a finished cell all: ranks
-that left a bar at the same position share a row.  The notebook's process draws the table in a
-panel.  Pure: no I/O here.
+unless many lines are printed below it.  Other bars are "left", and so are all bars of a finished
+cell: ranks that left a bar at the same position share a row.  The notebook's process draws the
+table in a panel.  Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -122,22 +122,22 @@ def current_bars_of(output: RankTranscript, *, with_full: bool = True) -> RankBa
     """
     if output.state in FAILED:
         return None
-    below, candidates = 0, list[tuple[int, Bar]]()
+    rows_below, candidates = 0, list[tuple[int, Bar]]()
     for piece in reversed(output.pieces):
-        if below >= _LOOK_BACK:
+        if rows_below >= _LOOK_BACK:
             return None
         if not isinstance(piece, Screen):
-            below += 1
+            rows_below += 1
             continue
-        candidates = _recent_bars(piece, piece.end + below - _LOOK_BACK)
-        below += piece.end
+        candidates = _recent_bars(piece, piece.end + rows_below - _LOOK_BACK)
+        rows_below += piece.end
         if candidates:
             break
     else:
         return None
     *above, (row, bar) = candidates
     is_over = bar.is_finished or output.state != "running"
-    if is_over and not with_full and row < below - 1:
+    if is_over and not with_full and row < rows_below - 1:
         return None
     around: list[Bar] = []
     for at, outer in reversed(above):  # the bars in the rows right above
@@ -165,8 +165,8 @@ def _edited_bar(screen: Screen) -> Bar | None:
 
 def _all_current_bars(transcript: Transcript, *, with_full: bool = True) -> list[RankBars]:
     """Return the current bars of all ranks; an empty list if no running rank has a current bar."""
-    found = (current_bars_of(each, with_full=with_full) for each in transcript)
-    current = [*filter(None, found)]
+    current_bars = (current_bars_of(each, with_full=with_full) for each in transcript)
+    current = [*filter(None, current_bars)]
     return current if any(transcript[bars.rank].state == "running" for bars in current) else []
 
 
@@ -396,7 +396,7 @@ _SLOWEST = "slowest"
 _BESIDE_NAME = "display:flex;flex-wrap:wrap;column-gap:10px"
 _COLUMN = "display:inline-block;min-width:{:.1f}em;text-align:{}"
 _REST = "flex:1 1 {:.1f}em;min-width:0;white-space:normal;overflow-wrap:break-word"
-_REST_UNIT = 2  # characters: the line must not be broken anew if a number has another digit
+_REST_UNIT = 2  # characters; widths are multiples, so that one more digit does not wrap the line
 _FILL = "display:inline-block;vertical-align:middle;height:10px;border-radius:2px"
 _TRACK = f"{_FILL};width:80px;background-color:{{}};line-height:0"
 _LONGEST_REST = 120
@@ -420,7 +420,10 @@ def _lines_above(shown: BarTable) -> list[str]:
 
 
 class _Widths(NamedTuple):
-    """The width of each column behind the drawn bars, in characters; 0 for no column."""
+    """The width of each column behind the drawn bars, in characters; 0 for no column.
+
+    `bar` is not a width: it is 1 if bars are drawn, else 0.
+    """
 
     bar: int
     percent: int
@@ -438,15 +441,15 @@ def _widths(rows: Sequence[_Row], *, has_mark: bool) -> _Widths:
     """
     totals = [row.amount.partition("/")[2] for row in rows]
     # Rows of several ranks may have wide sets and ranges, for which other rows need no room.
-    own = [row for row in rows if len(row.ranks) == 1]
-    longest = min(_LONGEST_REST, max((len(row.other_text) for row in own), default=0))
+    own_rows = [row for row in rows if len(row.ranks) == 1]
+    longest = min(_LONGEST_REST, max((len(row.other_text) for row in own_rows), default=0))
     return _Widths(
         any(row.share is not None for row in rows),
         len("100%") * any(row.percent for row in rows),
         len(_SLOWEST) * has_mark,
         max(map(len, [*(row.amount for row in rows), *(f"{each}/{each}" for each in totals)])),
         max(len(row.times) for row in rows),
-        max((len(row.rate) for row in own), default=0),
+        max((len(row.rate) for row in own_rows), default=0),
         -(-longest // _REST_UNIT) * _REST_UNIT,
     )
 
@@ -479,8 +482,8 @@ def _row_html(row: _Row, widths: _Widths) -> list[tuple[str, str]]:
         width = max(len(row.rate), widths.rate) + 1
         width += max(len(other_text), widths.other_text * is_own)
         column = [_column(rate, widths.rate, "left")] if widths.rate else [rate] if rate else []
-        rest = " ".join([*column, dim(other_text)])
-        parts.append(f'<span style="{_REST.format(_CHARACTER * width)}">{rest}</span>')
+        text_html = " ".join([*column, dim(other_text)])
+        parts.append(f'<span style="{_REST.format(_CHARACTER * width)}">{text_html}</span>')
     elif rate:
         parts.append(f'<span style="white-space:nowrap">{rate}</span>')
     meter = f'<div style="{_BESIDE_NAME}">{" ".join(parts)}</div>'

@@ -257,9 +257,10 @@ class InputRequest(NamedTuple):
 
 
 class ItemsWanted(NamedTuple):
-    """The rank has done its items of `World.map`, and wants more; the reply has the same number.
+    """The rank asks for items of `World.map`; the reply has the same number.
 
-    `outcomes` has the outcome of each item since the last request, pickled; see `ItemOutcome`.
+    `outcomes` has the outcome of each item that was done since the last request.  If the outcomes
+    are big, a rank sends a request before it has done all of its items.
     """
 
     number: int
@@ -270,7 +271,7 @@ class ItemOutcome(NamedTuple):
     """The outcome of an item of `World.map`: its result, or the exception of the function.
 
     `item` counts the items from 0.  `values` is a `Payload` of the result, or of the contents of
-    the exception.
+    the exception; None if the result could not be sent.
     """
 
     item: int

@@ -125,10 +125,10 @@ class Transcript:
 
         If all groups together have at most `MAX_EXACT_ROWS` rows, the outputs in a group differ
         only in times of day.  Else the outputs may differ in numbers too, and a set of the numbers
-        is shown, also from the first line on if there are progress bars: then the cell is a loop,
-        and its groups must not change with the number of lines.  With `is_live` ranks that are a
-        few lines ahead of others may stay in a group.  With `failed_first` the groups of failed
-        ranks come first.
+        is shown.  If there are progress bars, a set is shown from the first line on: such a cell is
+        a loop, whose groups must not change with the number of lines.  With `is_live` ranks that
+        are a few lines ahead of others may stay in a group.  With `failed_first` the groups of
+        failed ranks come first.
         """
         members = self._members(exactly=True)
         is_exact = not self.has_had_bars
@@ -337,9 +337,9 @@ def _group_of(
 
 
 def _differ_in_times(members: Sequence[RankTranscript]) -> bool:
-    """Return True if newest lines of ranks differ, whose lines are equal except for times of day.
+    """Return True if ranks whose lines are equal except for times of day differ in such times.
 
-    Compares the last `MAX_NUMBERED_LINES` lines that all of these ranks have printed.
+    Compares only the last `MAX_NUMBERED_LINES` lines that all of these ranks have printed.
     """
     common = min(each.line_count for each in members)
     newest = min(common, MAX_NUMBERED_LINES)
@@ -354,10 +354,10 @@ def _differ_in_times(members: Sequence[RankTranscript]) -> bool:
 
 
 _LONGEST_KNOWN, _LONGEST_WITH_SETS = 400, 2_000
-"""Characters of a line up to which `_split_numbers` caches, and of a display that has sets."""
+"""The most characters of a line that `_split_numbers` caches, and of a display with sets."""
 
 _MAX_DIFFERING_NUMBERS, _LAST_COMPARED = 4, 200
-"""Groups with more differing numbers in one of the last so many lines are not merged."""
+"""The most numbers that may differ in a line of merged groups, and how many lines are checked."""
 
 
 def _merge_but_numbers(
@@ -384,7 +384,7 @@ _Words: TypeAlias = tuple[tuple[object, ...], tuple[tuple[str, object], ...]]
 """How a rank has ended, and its lines and displays without numbers.
 
 Beside the text of a line there is True for stderr and False for stdout.  Beside the text of a
-display there is a digest if the display has more than a short text: then the text is "".
+display there is b"", or, if the display is a figure or a long text, its digest beside "".
 """
 
 

@@ -61,7 +61,7 @@ LEVELS, CONCLUSION = ("problem", "warning", "ok"), "result"
 class Finding(NamedTuple):
     """A problem or warning, with a remedy if one is known; or, at level "ok", a fact.
 
-    The last line has the level `CONCLUSION`.
+    The last finding has the level `CONCLUSION`.
     """
 
     level: str

@@ -46,8 +46,8 @@ def dist_timeline(line: MagicCall) -> CommandOutput | str:
     rows = _rows_to_show(timeline)
     shown = [_table(timeline, rows), chart(timeline, rows)]
     notes = [" · ".join(timeline.operations[:4])]
-    if more := len(timeline.rows) - len(rows):
-        notes.insert(0, count(more, "more rank"))
+    if hidden_count := len(timeline.rows) - len(rows):
+        notes.insert(0, count(hidden_count, "more rank"))
     if "nccl" in line.world.session.backend:
         notes.append(ON_GPUS)
     return below([*shown, *map(block, filter(None, notes))])

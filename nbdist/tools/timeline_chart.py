@@ -56,8 +56,10 @@ def tick_text(seconds: float, whole: float) -> str:
 # --- when others waited for a rank --------------------------------------------------------------
 
 MIN_CAUSED, MAX_GAP = 0.1, 1
-"""The least share of a slice for which others wait for a rank in a period, and the most slices in a
-row with a smaller share that do not end the period."""
+"""A slice belongs to a period if others wait for the rank for at least this share of the slice.
+
+At most `MAX_GAP` slices in a row with a smaller share do not end the period.
+"""
 
 MAX_PERIODS = 3
 
@@ -79,7 +81,7 @@ class AwaitedPeriod(NamedTuple):
 def awaited_periods(timeline: Timeline) -> list[AwaitedPeriod]:
     """Return the periods with the longest waits for a rank, by their begin."""
     step = timeline.seconds / TEXT_SLICES
-    found = list[AwaitedPeriod]()
+    periods = list[AwaitedPeriod]()
     for rank, slices in slices_of(timeline, TEXT_SLICES).items():
         caused = [part.caused * step if part else 0.0 for part in slices]
         numbers = [at for at, each in enumerate(caused) if each >= MIN_CAUSED * step > 0]
@@ -88,9 +90,9 @@ def awaited_periods(timeline: Timeline) -> list[AwaitedPeriod]:
             while numbers and numbers[0] - last <= 1 + MAX_GAP:
                 last = numbers.pop(0)
             seconds = sum(caused[first : last + 1])
-            found.append(AwaitedPeriod(rank, first * step, (last + 1) * step, seconds))
-    found = [each for each in found if each.seconds >= least_awaited(timeline.seconds)]
-    longest = sorted(found, key=lambda each: -each.seconds)[:MAX_PERIODS]
+            periods.append(AwaitedPeriod(rank, first * step, (last + 1) * step, seconds))
+    periods = [each for each in periods if each.seconds >= least_awaited(timeline.seconds)]
+    longest = sorted(periods, key=lambda each: -each.seconds)[:MAX_PERIODS]
     return sorted(longest, key=lambda each: (each.begin, each.rank))
 
 

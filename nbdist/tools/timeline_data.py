@@ -80,7 +80,7 @@ class Timeline:
 
 
 def least_awaited(whole: float) -> float:
-    """Return for how many seconds of a cell others must wait for a rank until it is named."""
+    """Return for how many seconds others must wait for a rank until a text names the rank."""
     return max(LEAST, LEAST_SHARE * whole)
 
 
@@ -171,7 +171,7 @@ def _waits(
     meetings: Mapping[tuple[str, int], Mapping[int, int]],
     spans: Mapping[int, list[tuple[int, int]]],
 ) -> tuple[dict[int, list[RankWait]], dict[int, int]]:
-    """Return by rank its waits for other ranks, in nanoseconds, and how often it came late."""
+    """Return by rank the waits for other ranks, in ns, and how often the rank came late."""
     waits: dict[int, list[RankWait]] = {rank: [] for rank in spans}
     came_last: dict[int, int] = dict.fromkeys(spans, 0)
     done: dict[int, int] = defaultdict(int)  # by rank: until when its waits are counted
@@ -217,9 +217,10 @@ def _operations(ranks: Iterable[tuple[Met, ...]]) -> tuple[str, ...]:
 
 
 class TimeSlice(NamedTuple):
-    """How a rank spent a slice of the time, as shares that add up to 1, and who waited for it.
+    """How a rank spent a slice of the time, in shares, and how long other ranks waited for it.
 
-    `caused` is the share of the slice for which other ranks waited for this rank, on average.
+    `computing`, `communicating` and `waiting` add up to 1.  `caused` is the share of the slice for
+    which other ranks waited for this rank, on average.
     """
 
     computing: float

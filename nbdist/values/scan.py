@@ -130,7 +130,8 @@ class Scan:
         self._readers: dict[str, Callable[[Any, Any], ObjectState]] = {}
         self._named: dict[int, tuple[Any, Token]] = {}
         self._inlined: set[int] = set()  # ids of containers that are a part of their object
-        # By class its slots, None if it has a `__getstate__`, and names of a module's tables.
+        # By class: its slots, or None if it has a `__getstate__`; and the names of the tables that
+        # are empty in a new torch module, or no names for other classes.
         self._kinds: dict[type, tuple[list[tuple[str, Any]] | None, frozenset[str]]] = {}
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
         self._torch: Any = torch if hasattr(torch, "UntypedStorage") else None
@@ -344,7 +345,7 @@ class Scan:
         return self._state(parts)
 
     def _known_of(self, value: Any, entry: Any, parts: list[Any]) -> ObjectState | None:
-        """Return the known state of an object that has the same parts as then, else None."""
+        """Return an object's known state if the object still has the same parts, else None."""
         before = None if self._before is None else self._before(entry.key)
         if before is None or type(before.sample) is not Parts:
             return None
@@ -358,9 +359,10 @@ class Scan:
     def _sampled(
         self, state: ObjectState, value: Any, entry: Any, parts: list[Any], empty: set[int]
     ) -> ObjectState:
-        """Return the known state if it is equal, from now on with a sample, else `state`.
+        """Return the known state, with a sample from now on, if it equals `state`; else `state`.
 
-        So an object gets a sample when it is read for the second time: few objects are.
+        So an object gets a sample only when its state is read for the second time, which saves
+        the samples of objects that are read once.
         """
         before = None if self._before is None else self._before(entry.key)
         if before is None or before != state:

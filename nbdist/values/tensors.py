@@ -209,7 +209,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Return True if `count_hooks` finds any."""
+    """Return True if `count_hooks` would find a hook; this takes less time."""
     if tensor._backward_hooks:
         return True
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))

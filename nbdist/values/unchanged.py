@@ -37,7 +37,7 @@ class Parts:
         keys: Mapping[int, int],
         empty: Set[int],
     ) -> None:
-        """Take the parts of an object of class `kind`, and the `keys` of parts by position."""
+        """Record the parts of an object of class `kind`, and the `keys` of parts by position."""
         self._kind, self._count, self._keys = kind, len(parts), [*keys.values()]
         fixed = (*(at for at in range(len(parts)) if at not in keys and at not in empty),)
         self._pickers = _picker(fixed), _picker((*keys,)), _picker((*sorted(empty),))
@@ -54,7 +54,7 @@ class Parts:
         if not all(map(is_, pick_fixed(parts), self._fixed)):
             return None
         if self._empty_kinds:
-            # Not by identity: a new table in place of an empty one changes nothing if empty too.
+            # By class, not by identity: a new table that is empty too is no change of the object.
             tables = pick_empty(parts)
             if (*map(type, tables),) != self._empty_kinds or any(tables):
                 return None

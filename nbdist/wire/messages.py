@@ -129,7 +129,7 @@ class Kill(NamedTuple):
 class SpareRanks(NamedTuple):
     """Kill none of these ranks for ignoring Stop until Stop is pressed again.
 
-    Answered at once, by a tuple of those ranks that live and have not been killed yet.
+    Answered at once by a tuple of the ranks that are spared: they live, and were not killed yet.
     """
 
     ranks: tuple[int, ...]
@@ -259,7 +259,7 @@ class AgentRequest(NamedTuple, Generic[R]):
 
 
 class Rules(NamedTuple):
-    """How a task is supervised: facts about its world, and the parts of `Patience` for that.
+    """How a task is supervised: facts about its world, and what `Patience` says about supervision.
 
     `size` is the number of ranks of the world, `backend` is "none" without a process group.  If
     `heals` is True, ranks that die are replaced after the task; if not, a death ends the others.
@@ -313,7 +313,8 @@ class AbortRanks(NamedTuple):
 class Interrupt(NamedTuple):
     """Notebook to agent: interrupt the tasks of these ranks (`nbdist.agent.interrupts`).
 
-    `number` counts the interrupts of the task that the notebook knows of, with this one.
+    `number` is 1 for the first interrupt of the task.  The notebook counts its own interrupts, and
+    each timeout that it has heard of.
     """
 
     ranks: tuple[int, ...]

@@ -290,7 +290,7 @@ class InterruptAt(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """Agent to head: a rank has finished, failed or asked for input in a task.
+    """Agent to head: a rank has finished, failed, died or asked for input in a task.
 
     The head needs this at once, to supervise the task.  The output itself waits in the agent while
     the notebook does not acknowledge earlier outputs.  The `output` here lacks its large fields.

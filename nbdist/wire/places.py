@@ -123,7 +123,7 @@ def is_tensor_mismatch(places: Mapping[int, RankPosition]) -> bool:
 
 
 def tensors_of(each: Begun) -> Hashable:
-    """Return what has to be equal on all ranks of a collective."""
+    """Return the properties of a collective that have to be equal on all of its ranks."""
     return each.name, each.elements, each.dtypes
 
 

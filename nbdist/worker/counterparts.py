@@ -115,7 +115,7 @@ class Counterparts:
         self._record_versions(tensors)
 
     def accept_lent(self, arrived: ReceivedMessage) -> None:
-        """Accept a message as `accept` does; its new objects shall end with the present task."""
+        """Accept a message as `accept` does; its new objects should end with the present task."""
         self.accept(arrived)
         self._lent_keys += [key for key, _, _ in arrived.objects]
 
@@ -258,7 +258,7 @@ class Counterparts:
         return tuple(unreported)
 
     def _is_left(self, key: int) -> bool:
-        """Return True if an object lives that is no class or function: classes have cycles."""
+        """Return True if the object of a key lives, and is no definition: classes have cycles."""
         value = self.links.find(key)
         definitions = type, types.FunctionType, types.CellType
         return value is not None and not isinstance(value, definitions)

@@ -355,7 +355,7 @@ class OwnModules(MetaPathFinder):
                 digest = _digest_of(file) if is_as_imported else b""
                 imported = modified_ns if is_as_imported else began_ns
                 self._sources[name] = ModuleSource(file, _short_path(name, file), imported, digest)
-        self._import_starts.clear()  # searches that found no module
+        self._import_starts.clear()  # the names that are left belong to no imported module
         times = {name: (each, _modified_ns(each.file)) for name, each in self._sources.items()}
         return {
             name: (each, modified_ns)

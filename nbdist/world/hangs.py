@@ -1,4 +1,4 @@
-"""Texts about ranks that wait: where they are, why they were released, what did not match.
+"""Writes texts about ranks that wait: where they are, and why they wait in vain.
 
 `TaskRun` and `nbdist.world.recovery` use this module in the notebook's process.  No I/O is done.
 `nbdist.agent.supervisor` decides whether ranks can ever go on.

@@ -69,15 +69,15 @@ def receive_waiting(workers: Workers) -> None:
             case (rank, task_id, output):
                 _handle_output(workers, rank, task_id, output)
             case message if workers.running is not None:
-                _record_news(workers, message, workers.running)
+                _advance_state(workers, message, workers.running)
                 workers.running.handle_message(message, time.monotonic())
         link.arrived.popleft()
         if workers.link_or_none is not link:
             return
 
 
-def _record_news(workers: Workers, message: messages.Up, running: TaskRun) -> None:
-    """Change the state of the world according to a message about the running task."""
+def _advance_state(workers: Workers, message: messages.Up, running: TaskRun) -> None:
+    """Change the state of the world if the agent aborts collectives or stops the task."""
     is_abort = isinstance(message, messages.Aborted)
     if isinstance(message, messages.Decided) and message.task_id == running.task.id:
         is_abort = message.decision is messages.Decision.ABORT

@@ -1,4 +1,4 @@
-"""The items of a `World.map`: which of them ranks have, which are left, and their results.
+"""Hands out the items of a `World.map` to ranks, and collects the results.
 
 Runs in the notebook's process and does no I/O.  `nbdist.world.inbox` passes the ranks' requests to
 `ItemQueue.answer`, and `nbdist.world.mapping` reads the results.
@@ -48,19 +48,19 @@ Packed = tuple[Payload, Segment | None]
 
 @dataclass(slots=True)
 class _Handed:
-    """The items that a rank has, by index, since when, and how many its last answer had."""
+    """The items that a rank has, by index, and facts about the last answer to the rank."""
 
     items: dict[int, Packed] = field(default_factory=dict)
-    since: float = 0.0
-    count: int = 0
+    since: float = 0.0  # when the rank got its last answer, in monotonic seconds
+    count: int = 0  # how many items the last answer had
 
 
 class ItemQueue:
-    """Hands out the items of a `World.map` to ranks that ask, and collects the results.
+    """The items of a `World.map`: which items ranks have, which are left, and the results.
 
-    `results` has the result of each item that has been done, by index, and `failures` the rank and
-    the exception of items whose function raised.  `problem` is the exception of the iterable
-    `items`, or of an item that cannot be pickled: then no further items are handed out.
+    `results` has the result of each item that has been done, by index.  `failures` has the rank and
+    the outcome of each item for which the function raised.  `problem` is the exception of the
+    iterable `items`, or of an item that cannot be pickled: then no further items are handed out.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ItemQueue:
         """If ranks may be on other machines (`is_elsewhere`), messages hold all items."""
         self.ranks = 1  # the number of ranks among which the items are shared
         self.is_paused = False  # while True, ranks get no items and end their task
-        self.total = _length_of(items)
+        self.total = _length_of(items)  # the number of items, None if it is not known
         self.results: dict[int, Any] = {}
         self.failures: dict[int, tuple[int, ItemOutcome]] = {}
         self.texts: dict[int, str] = {}  # of failed and lost items, for errors
@@ -85,12 +85,12 @@ class ItemQueue:
         self._returns_errors, self._is_elsewhere = returns_errors, is_elsewhere
         self._items = enumerate(items)
         self._is_exhausted = False
-        self._again: deque[tuple[int, Packed]] = deque()  # items of ranks that have died
-        self._tries: dict[int, int] = {}
+        self._returned: deque[tuple[int, Packed]] = deque()  # items that were taken back from ranks
+        self._tries: dict[int, int] = {}  # by index: how many ranks have died with the item
         self._names = namespace
         self._handed: dict[int, _Handed] = {}
-        self._new: list[int] = []
-        self._taken = 0
+        self._unreported: list[int] = []  # indices for `pop_new`
+        self._read_count = 0  # items that were read from the iterable
 
     def __repr__(self) -> str:
         handed = {rank: len(each.items) for rank, each in self._handed.items()}
@@ -98,14 +98,14 @@ class ItemQueue:
 
     @property
     def done(self) -> int:
-        """How many items have a result or an exception."""
+        """How many items have a result or an exception, or are in `gave_up`."""
         return len(self.results) + len(self.failures) + len(self.gave_up)
 
     @property
     def is_done(self) -> bool:
         """Whether no item is left, or no further items are handed out."""
         is_held = any(each.items for each in self._handed.values())
-        return self.has_ended or (self._is_exhausted and not (self._again or is_held))
+        return self.has_ended or (self._is_exhausted and not (self._returned or is_held))
 
     def answer(self, rank: int, request: ItemsWanted, now: float) -> InputReply:
         """Record the outcomes that a rank has sent, and return its next items."""
@@ -116,7 +116,7 @@ class ItemQueue:
                 _close(packed)
         if self.has_ended or self.is_paused:
             return InputReply(request.number)
-        if handed.items:  # the rank has sent results because they are big, and has items yet
+        if handed.items:  # the rank has sent big results early, and goes on with its other items
             return InputReply(request.number, "")
         seconds = (now - handed.since) / max(1, handed.count)  # for an item
         limit = max(1, min(int(CHUNK_SECONDS / max(seconds, 1e-6)), GROWTH * handed.count))
@@ -129,10 +129,10 @@ class ItemQueue:
         """Hand out no further items, and close the shared memory of all items."""
         self.has_ended = True
         for handed in self._handed.values():
-            self._again.extend(handed.items.items())
-        for _, packed in self._again:
+            self._returned.extend(handed.items.items())
+        for _, packed in self._returned:
             _close(packed)
-        self._handed, self._again = {}, deque()
+        self._handed, self._returned = {}, deque()
 
     def lose(self, ranks: Iterable[int]) -> None:
         """Take back the items of ranks that have died, to hand them out one by one.
@@ -145,23 +145,23 @@ class ItemQueue:
             for index, packed in lost.items():
                 self._tries[index] = self._tries.get(index, 0) + 1
                 if self._tries[index] < MAX_TRIES:
-                    self._again.append((index, packed))
+                    self._returned.append((index, packed))
                 else:
                     self.gave_up[index] = rank
                     self._describe(index, packed[0])
-                    self._new.append(index)
+                    self._unreported.append(index)
                     _close(packed)
 
     def begin_round(self) -> None:
-        """Take back what ranks have that did not die, such as after their task ended early."""
+        """Take back all items that ranks have; called between tasks, as a task can end early."""
         for handed in self._handed.values():
-            self._again.extend(handed.items.items())
+            self._returned.extend(handed.items.items())
         self._handed = {}
 
     def pop_new(self) -> Iterator[int]:
-        """Yield the indices of items that were done since the last call, in the order of ends."""
-        while self._new:
-            yield self._new.pop(0)
+        """Yield the indices of items that were done since the last call, the first done first."""
+        while self._unreported:
+            yield self._unreported.pop(0)
 
     def name_of(self, index: int) -> str:
         """Write `item 3 of 1,000 (17)`: the number counts from 0, as an index."""
@@ -191,19 +191,19 @@ class ItemQueue:
                 error.__cause__ = problem
                 self._fail(error)
                 return
-        self._new.append(index)
+        self._unreported.append(index)
 
     def _describe(self, index: int, payload: Payload) -> None:
         with suppress(Exception):  # a user's class can raise anything
             self.texts[index] = reprlib.repr(unpickle(open_payload(payload), self._names))
 
     def _next(self, limit: int) -> Iterator[tuple[int, Packed]]:
-        """Yield at most `limit` items with their pickles; an item that was lost comes alone."""
-        if self._again:
-            yield self._again.popleft()
+        """Yield at most `limit` items with their pickles; an item taken back comes alone."""
+        if self._returned:
+            yield self._returned.popleft()
             return
         if self.total is not None:
-            left = self.total - self._taken
+            left = self.total - self._read_count
             limit = min(limit, max(1, left // (CHUNKS_LEFT * self.ranks)))
         size = 0
         while limit > 0 and size < CHUNK_BYTES and not self._is_exhausted:
@@ -215,7 +215,7 @@ class ItemQueue:
             except Exception as problem:  # noqa: BLE001 (the iterable is the user's)
                 self._fail(problem)
                 return
-            self._taken += 1
+            self._read_count += 1
             try:
                 frames = self._frames_of(index, item)
                 packed = (pack_inline(frames), None) if self._is_elsewhere else pack_frames(frames)
@@ -247,7 +247,7 @@ class ItemQueue:
 
 
 def _length_of(items: Iterable[Any]) -> int | None:
-    """Return the number of items; None if nobody knows, as for `tqdm` around a generator."""
+    """Return the number of items; None if it is not known, as for `tqdm` around a generator."""
     try:
         return len(items) if isinstance(items, Sized) else None
     except TypeError:  # `list` ignores it too

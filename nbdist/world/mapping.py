@@ -1,7 +1,7 @@
 """`World.map`: a function is called with many items, each on a rank that is free.
 
 Runs in the notebook's process, on the thread that made the world.  All ranks run one task, in which
-they ask for items until there are none left; `nbdist.world.item_queue` decides who gets which.
+they ask for items until none is left; `nbdist.world.item_queue` decides which rank gets an item.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OnError = Literal["raise", "return"]
 
 WORKERS_GONE = (
     "the workers that had the items of this World.map have ended or were restarted meanwhile; "
-    "`results` of this error has what came before."
+    "`results` of this error has the results that came before."
 )
 
 BAR_AFTER = 0.5  # seconds; a shorter map shows no bar
@@ -51,7 +51,7 @@ class ItemMap:
         ranks: Sequence[int] | None,
         on_error: OnError,
     ) -> None:
-        """Check the arguments, and pickle the function; nothing is sent yet.
+        """Check the arguments, and that the function can be pickled; nothing is sent yet.
 
         Without `ranks` the map uses all ranks that the world has when a task of it begins.
         """
@@ -64,7 +64,7 @@ class ItemMap:
         self._session, self._function = session, function
         self._ranks = ranks
         self._returns_errors = on_error == "return"
-        # Functions among the items, and the items' classes, need names of `__main__` there too.
+        # Ranks also need the names of `__main__` that functions among the items, or classes, use.
         functions: tuple[Any, ...] = ()
         if isinstance(items, list | tuple):
             kinds = {kind for kind in map(type, items) if kind.__module__ == "__main__"}
@@ -97,18 +97,18 @@ class ItemMap:
     def steps(self) -> Generator[int, None, None]:
         """Run the map, and yield the index of each item that has been done.
 
-        If a rank has died, a further task runs the items that are left.  Raises the first error,
-        with the results so far as its attribute `results`.  If the generator is closed before its
-        end, the ranks are interrupted.
+        A further task runs the items that are left if a rank has died, or if ranks ended their task
+        while the caller had an index.  Raises the first error, whose attribute `results` has the
+        results so far.  If the generator is closed before its end, the ranks are interrupted.
         """
         queue = self._queue
         bar = MapProgress(remote_call.title_of(self._function), is_shown=self._session.config.show)
         try:
             while not queue.is_done:
                 queue.begin_round()
-                before = queue.done + queue.deaths
+                count_before = queue.done + queue.deaths
                 running = yield from self._run_task(bar)
-                self._check(running, has_progress=queue.done + queue.deaths > before)
+                self._check(running, has_progress=queue.done + queue.deaths > count_before)
         except GeneratorExit:
             raise
         except BaseException as error:  # KeyboardInterrupt after Stop too
@@ -126,7 +126,7 @@ class ItemMap:
             bar.close(queue)
 
     def _run_task(self, bar: MapProgress) -> Generator[int, None, TaskRun]:
-        """Run a task on all ranks of the map until none has an item; yield as `steps`."""
+        """Run a task on all ranks of the map until no rank has an item; yield as `steps` does."""
         session, queue = self._session, self._queue
         on = session.everyone if self._ranks is None else self._ranks
         queue.ranks = len(on)
@@ -195,8 +195,8 @@ class ItemMap:
             log.warning("%s Its items were given to other ranks.", running.recovery_text)
             return
         if index is not None:
-            done = count(len(queue.results), "item")
-            running.item_text = f"It had {queue.name_of(index)}; `results` of the error has {done}"
+            items = count(len(queue.results), "item")
+            running.item_text = f"It had {queue.name_of(index)}; `results` of the error has {items}"
         remote_call.check(session, running)
 
     def _error_of(
@@ -243,7 +243,7 @@ class MapProgress:
         self._draw_at = self._began + BAR_AFTER
 
     def show(self, queue: ItemQueue) -> None:
-        """Draw the progress, if it is time for that."""
+        """Draw the progress, at most every `BAR_EVERY` seconds."""
         now = time.monotonic()
         if self._is_shown and now >= self._draw_at:
             self._draw_at = now + BAR_EVERY

@@ -168,7 +168,7 @@ class Outgoing:
         changed: dict[int, ChangedParts] = {}
         known_states, ended = self.objects.of(rank), self.objects.ended.get(rank, {})
         states: Iterable[tuple[int, ObjectState]] = self.states.items()
-        if not (ended or self.forces):  # most states are the known ones, all in most cells
+        if not (ended or self.forces):  # saves time: in most cells all states are the known ones
             known = known_states.get
             states = [(key, state) for key, state in states if known(key) is not state]
         for key, state in states:

@@ -131,7 +131,7 @@ def interrupt(workers: Workers, running: TaskRun) -> None:
 def _spare_ranks(workers: Workers, running: TaskRun) -> None:
     """Tell the agent to kill ranks that have not stopped only if Stop is pressed again.
 
-    `running.spared` are then the ranks that the agent spares.  Does nothing if the ranks were
+    `running.spared` becomes the ranks that the agent spares.  Does nothing if the ranks were
     interrupted more than once: then the agent may kill them.
     """
     if running.interrupts > 1:
@@ -376,12 +376,12 @@ def _keeping_last_task(workers: Workers) -> Iterator[None]:
     But if Stop has returned control while ranks are in a task of the block, that task stays: the
     next cell waits for these ranks.
     """
-    before = workers.running
+    last_task = workers.running
     try:
         yield
     finally:
         if workers.running is None or not workers.running.unfinished:
-            workers.running = before
+            workers.running = last_task
 
 
 # --- set-up cells -----------------------------------------------------------------------------

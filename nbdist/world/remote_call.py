@@ -220,7 +220,7 @@ def run_call(
 def outdated_names(session: Session, names: Iterable[str]) -> dict[int, list[str]]:
     """Return by rank which of these names a cell has sent and the notebook has bound again since.
 
-    During a call they have the notebook's values, as they would in a cell.
+    During a call these names have the notebook's values, as they would in a cell.
     """
     outdated: dict[int, list[str]] = {}
     for name in names:
@@ -289,7 +289,7 @@ def outcome(session: Session, attempts: Iterable[TaskRun]) -> CellResult[Any]:
 
 
 def check(session: Session, running: TaskRun) -> None:
-    """Raise the error of a followed task, if it has one, with the traceback of its rank.
+    """Raise the error of a task that `following` has followed, if the task has failed.
 
     Raises KeyboardInterrupt after Stop.
     """

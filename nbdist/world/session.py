@@ -280,8 +280,8 @@ class Session(Workers):
     def heal(self) -> None:
         """Repair a broken group as `on_failure` says; then let machines that have come join.
 
-        Binds the variables that a `replace` which failed was to keep; raises as `run` if the new
-        worker cannot unpickle them, and does not try again.
+        Then binds the variables in `keep` of a `replace` that has failed.  Raises as `run` if the
+        new worker cannot unpickle them, and does not try again.
         """
         recovery.heal(self)
         if self.joined and self.state is WorldState.READY:
@@ -342,7 +342,7 @@ class Session(Workers):
         others = set(self.unfinished) - set(ranks)
         if others or self.state not in (WorldState.READY, WorldState.BROKEN, WorldState.STUCK):
             self.check_ready()
-        kept, ending = self.kept, {*ranks}  # an earlier try may have failed
+        kept, ending = self.kept, {*ranks}  # `kept` has variables if an earlier try has failed
         if keep:
             kept = KeptVariables(tuple(keep), self.fetch_kept(keep, ranks))
         recovery.record_changes(self, self.everyone)

@@ -103,8 +103,8 @@ class TaskRun:
         self.patience = patience
         self.transcript = Transcript(task.ranks)
         self.prompts = Prompts()
-        # Records the outcomes of a rank's items and returns its next items; None if the task is no
-        # `World.map`, or that of another notebook.
+        # Records the outcomes of a rank's items, and returns the rank's next items.  None if the
+        # task is no `World.map`, or if another notebook has called `World.map`.
         self.answer_items: Callable[[int, events.ItemsWanted, float], InputReply] | None = None
         self.item_text = ""  # which item of `World.map` has failed, for the error
         self.members = members
@@ -300,13 +300,13 @@ class TaskRun:
                 self.aborted.update(places)
                 self._waiting_places = {}
             case Decided(task_id) if task_id == self.task.id:
-                self._decided(message, now)
+                self._handle_decision(message, now)
             case UnresponsiveHosts():
                 self.silent = message
             case UsageReport(usage):
                 self.usage = {**self.usage, **usage}  # a message covers the ranks of one machine
 
-    def _decided(self, decided: Decided, now: float) -> None:
+    def _handle_decision(self, decided: Decided, now: float) -> None:
         """Record what the agent or head has decided and does about the task."""
         match decided.decision:
             case Decision.ABORT:
@@ -316,7 +316,7 @@ class TaskRun:
                 facts = self.aborted, decided.places, self.task.ranks, failed, self.members.size
                 self.differing = hangs.differing(decided.places)
                 self._why_aborted = hangs.why_aborted(*facts)
-            case Decision.TIME_OUT if not self.is_stopping:  # or Stop came first
+            case Decision.TIME_OUT if not self.is_stopping:  # Stop may have come first
                 self.timed_out = hangs.waits_text(decided.waiting, self.task.source)
                 self.stop(now)
             case Decision.END_UNWAKEABLE:
@@ -373,7 +373,7 @@ class TaskRun:
         return outputs
 
     def return_outputs(self, outputs: Iterable[tuple[int, Output]]) -> None:
-        """Let the next `pop_outputs` return these outputs, which it has returned before, again."""
+        """Let the next `pop_outputs` return outputs again that an earlier call has returned."""
         self._outputs = [*outputs, *self._outputs]
 
     def waits_after(self, rank: int) -> bool:

@@ -225,7 +225,7 @@ class World:
 
     @property
     def _ready(self) -> Session:
-        """The session, with ranks that can get a task; `PoolWorld` waits for that."""
+        """The session; `PoolWorld` first waits until its ranks can get a task."""
         return self.session
 
     def shutdown(self) -> None:
@@ -374,10 +374,10 @@ class World:
             world.map(score, documents)  # a list, in the order of `documents`
             for value in world.map(score, documents, as_completed=True): ...  # as they come
 
-        The function and the variables of `__main__` that it uses are sent once, as by `run`.  Each
-        item is copied to the rank that gets it: a change that the function makes to an item stays
-        there.  Short items are sent several at a time.  Collectives do not fit in here, as the
-        ranks work on different items.
+        The function and the variables of `__main__` that it uses are sent as by `run`, before the
+        items.  Each item is copied to the rank that gets it: a change that the function makes to an
+        item stays there.  Short items are sent several at a time.  The function cannot use
+        collectives, as the ranks work on different items.
 
         Args:
             function: called with one item.
@@ -387,14 +387,14 @@ class World:
             as_completed: return an iterator that yields results as they come, in any order.  While
                 the loop's body runs, ranks finish what they have and get no further items.  The
                 body cannot use the world meanwhile.  Leaving the loop interrupts the ranks.
-            on_error: "raise" ends the map with the first exception of the function, whose attribute
-                `results` has the results so far by index.  With "return" the exceptions stand among
-                the results in place of values.
+            on_error: "raise" ends the map with the first exception of the function.  The attribute
+                `results` of the exception has the results so far, by index.  With "return" the
+                exceptions stand among the results in place of values.
 
         Raises:
             WorkerError: the function raised; the message names the item.  WorkerDied: a rank died,
-                and the rank that got its item next did too.  After a single death the items of the
-                rank are run by others; so an item can run twice.
+                and the rank that got its item next did too.  After a single death other ranks run
+                the items of the dead rank, so an item can run twice.
             UsageError: an item, or a result, cannot be pickled, or has more than 32 MiB and goes to
                 or comes from another machine.
         """

@@ -293,7 +293,7 @@ MACHINES = (
     looks=("",),
 )  # fmt: skip
 def dist_help(line: MagicCall) -> CommandOutput:
-    """List the magics, those for every day with a line each, or show the help of one.
+    """List the magics, or show the help of a magic.
 
         %dist_help
         %dist_help gather
@@ -325,11 +325,11 @@ def dist_help(line: MagicCall) -> CommandOutput:
 def _find_magic(typed: str, commands: Mapping[str, Command]) -> Command:
     """Return the magic that a user names with or without `%` and `dist_`, or raise UsageError."""
     name = typed.lstrip("%")
-    for full in (name, f"dist_{name}"):
-        if full in commands:
-            return commands[full]
-    near = get_close_matches(name, [each.removeprefix("dist_") for each in commands], 1)
-    hint = f" Did you mean `%dist_help {near[0]}`?" if near else ""
+    for full_name in (name, f"dist_{name}"):
+        if full_name in commands:
+            return commands[full_name]
+    similar = get_close_matches(name, [each.removeprefix("dist_") for each in commands], 1)
+    hint = f" Did you mean `%dist_help {similar[0]}`?" if similar else ""
     raise UsageError(
         f"`%dist_help {typed}`: there is no such magic.{hint} `%dist_help --all` lists all."
     )

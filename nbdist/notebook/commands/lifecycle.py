@@ -107,7 +107,7 @@ def _replace(line: MagicCall, keep: list[str]) -> str:
             error.add(f"{hint}.")
         raise
     session.mark_reported(ranks)
-    others = session.pop_replaced()  # died meanwhile, and were restarted too
+    others = session.pop_replaced()  # ranks that died meanwhile, and were restarted too
     line.pool.note_ends(others, machines, line.display)
     return healing_text(session, {*ranks, *others})
 

@@ -45,7 +45,7 @@ WORKER_PREFIX = os.path.dirname(os.path.dirname(__file__)) + os.sep
 PYTHON_PREFIXES = tuple({prefix + os.sep for prefix in (sys.prefix, sys.base_prefix)})
 # Files of the calls before a script's own, which are left out of tracebacks.
 RUNNERS = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
-# Bytes of results of `map_items` after which they are sent before the rank goes on.
+# Bytes of results after which `map_items` sends them, even if this rank has items left.
 ENOUGH_RESULTS = 4 << 20
 # Seconds for an executable to exit after SIGINT, fewer than the worker itself has.
 SCRIPT_STOP_GRACE = 1.0
@@ -302,10 +302,10 @@ def map_items(
 ) -> None:
     """Call a function of the notebook with one item after another, until there are no more.
 
-    `packed` and `outdated` are as in `call`, without arguments.  The notebook sends the items in
-    answers to requests, which bring the results of earlier items; if it `is_elsewhere`, on another
-    machine, messages hold all results.  With `returns_errors` exceptions of the function are
-    results too; without, the first exception ends the task.
+    `packed` and `outdated` are as in `call`, without arguments.  This rank requests items, and each
+    request has the results of earlier items.  If the notebook may be on another machine
+    (`is_elsewhere`), messages hold all results.  With `returns_errors` exceptions of the function
+    are results too; without, the first exception ends the task.
     """
     function, _, _ = _receive_call(context, title, packed, outdated)
     ask: Callable[[Sequence[ItemOutcome]], InputReply] = context.shell.kernel.next_items
@@ -414,9 +414,9 @@ def lent_names(
 ) -> Iterator[None]:
     """Bind names of the caller's `__main__` during a call, but keep names that the worker has.
 
-    Only the names `replaced` have the caller's values until the call ends. If the call
-    has bound names itself, by `global`, the caller's names stay bound, as the new values may use
-    them. The next call may replace them.
+    Of the names that the worker has, only `replaced` get the caller's values, until the call ends.
+    If the call has bound names itself, by `global`, the caller's names stay bound, as the new
+    values may use them. The next call may replace them.
     """
     namespace, bound = context.names, {*context.bound}
     covered = {n: namespace[n] for n in replaced if n in names and n in namespace}
