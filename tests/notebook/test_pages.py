@@ -40,6 +40,7 @@ PAGES += HOW_TO
 
 NOT_RUN = {
     **{"README.md": 1, "docs/machines.md": 2, "docs/output.md": 1},
+    **{"docs/howto/gpus.md": 2, "docs/howto/kaggle-colab.md": 1, "docs/howto/vscode.md": 2},
     ".github/CONTRIBUTING.md": 1,
 }
 """The number of blocks that no test runs, by page; the comment above each block says why."""
@@ -48,6 +49,7 @@ NEEDS = {
     "docs/howto/huggingface.md": ("accelerate", "transformers"),
     "docs/howto/lightning.md": ("lightning",),
     "docs/howto/peft-trl.md": ("peft", "trl"),
+    "docs/howto/tracking.md": ("mlflow", "tensorboard", "wandb"),
 }
 """Packages that the code of a page imports and that may be missing; then its test is skipped."""
 
@@ -59,7 +61,8 @@ MARKS = {
     "new kernel": "a new notebook begins with it, and the one before has ended",
 }
 
-MARK = dict.fromkeys(PAGES, pytest.mark.kernel) | {"docs/failures.md": pytest.mark.own_agent}
+DETACHING = ("docs/failures.md", "docs/howto/vscode.md")
+MARK = dict.fromkeys(PAGES, pytest.mark.kernel) | dict.fromkeys(DETACHING, pytest.mark.own_agent)
 """The marker of each page: workers that outlive a notebook need a kernel that is not shared."""
 
 BLOCK = re.compile(
