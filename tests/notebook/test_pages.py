@@ -42,16 +42,19 @@ NOT_RUN = {
     **{"README.md": 1, "docs/machines.md": 2, "docs/output.md": 1},
     **{"docs/howto/gpus.md": 2, "docs/howto/kaggle-colab.md": 1, "docs/howto/vscode.md": 2},
     ".github/CONTRIBUTING.md": 1,
+    **{"docs/howto/slurm.md": 3, "docs/howto/environments.md": 2, "docs/howto/uninstall.md": 2},
+    **{"docs/howto/assistants.md": 1, "docs/howto/platforms.md": 1},
 }
 """The number of blocks that no test runs, by page; the comment above each block says why."""
 
 NEEDS = {
     "docs/howto/huggingface.md": ("accelerate", "transformers"),
     "docs/howto/lightning.md": ("lightning",),
+    "docs/howto/papermill.md": ("papermill", "nbconvert"),
     "docs/howto/peft-trl.md": ("peft", "trl"),
     "docs/howto/tracking.md": ("mlflow", "tensorboard", "wandb"),
 }
-"""Packages that the code of a page imports and that may be missing; then its test is skipped."""
+"""Packages that the code of a page uses and that may be missing; then its test is skipped."""
 
 MARKS = {
     "not run": "what it needs is not here",
@@ -61,7 +64,7 @@ MARKS = {
     "new kernel": "a new notebook begins with it, and the one before has ended",
 }
 
-DETACHING = ("docs/failures.md", "docs/howto/vscode.md")
+DETACHING = ("docs/failures.md", "docs/howto/uninstall.md", "docs/howto/vscode.md")
 MARK = dict.fromkeys(PAGES, pytest.mark.kernel) | dict.fromkeys(DETACHING, pytest.mark.own_agent)
 """The marker of each page: workers that outlive a notebook need a kernel that is not shared."""
 
