@@ -170,6 +170,7 @@ def _complete(workers: Workers, running: TaskRun) -> None:
     if lost := sorted({*running.deaths, *again}):
         running.recovery_text = healing_text(workers, lost)
         running.recovered_ranks = tuple(lost) if workers.last_policy == "heal" else workers.everyone
+    workers.running = running  # also after the policy has restarted all workers
     running.restart_text = _restart_text(workers, running)
     running.lacking_text = _lacking_text(workers, running)
     is_again = workers.setup.is_replaying and workers.past.has_cell(running.task)

@@ -27,6 +27,7 @@ from nbdist.world.remote_call import find_script, title_of
 from nbdist.world.world import World
 from tests.cells import Write, said
 from tests.waiting import wait_until
+from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world(2)
 
@@ -490,3 +491,16 @@ def test_a_moving_line_stays_one_line() -> None:
     for stream in (log := io.StringIO(), types.SimpleNamespace()):  # possible values of sys.stdout
         MovingLine(stream).show("10%", 0.0)  # type: ignore[arg-type]
     assert log.getvalue() == ""
+
+
+def test_a_script_runs_again_after_a_full_restart(new_world: NewWorld, tmp_path: Path) -> None:
+    """A script whose death restarts all workers runs again in the new workers."""
+    mark, script = tmp_path / "mark", tmp_path / "dies.py"
+    script.write_text(
+        f"import os, pathlib\nmark = pathlib.Path({str(mark)!r})\n"
+        "if not mark.exists():\n    mark.touch()\n    os._exit(3)\nprint('again')\n"
+    )
+    with new_world(1, backend="none", on_failure="restart-all") as world:
+        pids = dict(world.pids)
+        assert world.run_script(str(script), max_restarts=1).stdout[0] == "again\n"
+        assert world.pids != pids
