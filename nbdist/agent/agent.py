@@ -58,14 +58,12 @@ class Agent:
         self._forker = Forker(runtime, self._children, fork_server) if fork_server else None
         self._serving = Serving(self._answer, self._send)
         self._outbox = Outbox(self._send)
-        port, shut_down = (
-            HeldPort(route.local_address if route else "127.0.0.1"),
-            self._serving.stop,
-        )
+        port = HeldPort(route.local_address if route else "127.0.0.1")
+        shut_down = self._serving.stop
         self._link: NotebookLink | HeadLink
         self._head: HeadLink | None = None
         self._store: StoreWindow | None = None
-        link = None
+        self._notebook: NotebookLink | None = None
         if route:
             # Imported here, because a world on one machine does not need `nbdist.cluster`.
             from nbdist.cluster.client import HeadLink
@@ -73,8 +71,9 @@ class Agent:
             self._link = self._head = HeadLink(route, port.number, self._receive, shut_down, guard)
             self._store = StoreWindow(runtime, self._head.ask_store)
         else:
-            self._link = link = NotebookLink(runtime, notebook_pid, guard, self._receive, shut_down)
-        self._notebook = link
+            self._link = self._notebook = NotebookLink(
+                runtime, notebook_pid, guard, self._receive, shut_down
+            )
         self._workers = WorkerGroup(
             runtime, self._children, self._forker, self._emit, self._send, self._store, port
         )
@@ -87,7 +86,7 @@ class Agent:
         self._step_stops = StepStops(
             self._stopping, lambda: self._workers.all.values(), self._serving.spawn
         )
-        self._listener = Listener(runtime, self._add_ranks, link, self._read_ranks)
+        self._listener = Listener(runtime, self._add_ranks, self._notebook, self._read_ranks)
 
     def __repr__(self) -> str:
         return f"<Agent {os.getpid()} ranks {sorted(self._workers.all)} {self._outbox}>"

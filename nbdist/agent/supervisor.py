@@ -48,6 +48,9 @@ The progress of a GPU is not visible, and nccl2 checks once a second which colle
 LOCATE = "locate"
 """The step of a supervisor that asks for the places of all ranks."""
 
+OWN_REQUEST = 0
+"""The id of requests of `Supervision`; nobody waits for the replies."""
+
 
 class Supervisor:
     """The facts about a task, and the steps that they make necessary.  Times are monotonic seconds.
@@ -299,14 +302,12 @@ class Supervision:
                 self._ranks = range(run.rules.size)
                 self._step_soon()
             case Interrupt(ranks):
-                for each in self._supervisors.values():
-                    if not each.unfinished.isdisjoint(ranks):
-                        each.record_stop(now)
+                for each in self._supervisors_of(ranks):
+                    each.record_stop(now)
                 self._step_soon()
             case SendInput(rank):
-                for each in self._supervisors.values():
-                    if rank in each.unfinished:
-                        each.record_input(rank, now)
+                for each in self._supervisors_of([rank]):
+                    each.record_input(rank, now)
                 self._step_soon()
 
     def is_repeated(self, message: Interrupt) -> bool:
@@ -315,9 +316,13 @@ class Supervision:
         The notebook has sent the message before it received `Decision.TIME_OUT`.  The message must
         not count as a second Stop, after which ranks are killed while they clean up.
         """
-        tasks = self._supervisors.values()
-        stopped = (each for each in tasks if not each.unfinished.isdisjoint(message.ranks))
+        stopped = self._supervisors_of(message.ranks)
         return message.number == 1 and any(each.has_timed_out for each in stopped)
+
+    def _supervisors_of(self, ranks: Collection[int]) -> list[Supervisor]:
+        """Return the supervisors of the tasks that any of these ranks has not finished."""
+        supervisors = self._supervisors.values()
+        return [each for each in supervisors if not each.unfinished.isdisjoint(ranks)]
 
     def report(self, message: Up) -> None:
         """Take a message to the notebook into account."""
@@ -384,7 +389,3 @@ class Supervision:
             case Decision.END_UNWAKEABLE:
                 why = f"gloo did not wake {name_ranks(waiting)} from a collective that had ended"
                 self._deliver(AgentRequest(OWN_REQUEST, Kill((*waiting,), why)))
-
-
-OWN_REQUEST = 0
-"""The id of requests of `Supervision`; nobody waits for the replies."""

@@ -88,7 +88,7 @@ class MemoryBlock:
     copied: tuple[Any, ...] = ()
     users: list[Any] = field(default_factory=list)  # weak references to a rank's tensors
     size: int = field(init=False)  # the number of bytes
-    _view: memoryview | None = None
+    _view: memoryview | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.size = self.end - self.start

@@ -31,7 +31,7 @@ from nbdist.system.limits import ASKED_FROM, require_memory
 from nbdist.values import definitions
 from nbdist.values.definitions import CellSource, MadeBy, Variable
 from nbdist.values.memory import is_plain_array, reduce_expanded
-from nbdist.values.states import optimizer_hooks
+from nbdist.values.states import ATOMIC, optimizer_hooks
 from nbdist.values.tensors import Reduced, TensorReducer, reduce_constant
 
 LONG_TEXT, READ_FROM, READ_AT_ONCE = 1 << 20, 1 << 20, 64 << 20
@@ -327,13 +327,9 @@ def _reduce_code(code: types.CodeType) -> Reduced:
     return definitions.make_code, (definitions.PYTHON, "".join(code.co_filename), *parts)
 
 
-PLAIN_TYPES = frozenset((int, float, bool, str, bytes, type(None)))
-"""Types of values that hold no other object, and that plain pickle pickles in a microsecond."""
-
-
 def frames_of(value: Any, namespace: dict[str, Any], reduce: Reduce | None = None) -> list[Buffer]:
-    """Return the frames of a value, fast for plain types; raises as `pickle`."""
-    if type(value) in PLAIN_TYPES:
+    """Return the frames of a value, fast for atomic types; raises as `pickle`."""
+    if type(value) in ATOMIC:
         return [plain_pickle.dumps((value,), plain_pickle.HIGHEST_PROTOCOL)]
     return pickle(value, namespace, reduce=reduce).frames
 

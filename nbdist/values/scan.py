@@ -110,7 +110,7 @@ class Scan:
         namespace: dict[str, Any],
         *,
         adds: bool = True,
-        before: Callable[[int], ObjectState | None] | None = None,
+        before: Callable[[int], ObjectState | None] = lambda _: None,
         trusts_samples: bool = False,
     ) -> None:
         self.links = links
@@ -346,7 +346,7 @@ class Scan:
 
     def _known_of(self, value: Any, entry: Any, parts: list[Any]) -> ObjectState | None:
         """Return an object's known state if the object still has the same parts, else None."""
-        before = None if self._before is None else self._before(entry.key)
+        before = self._before(entry.key)
         if before is None or type(before.sample) is not Parts:
             return None
         entries = before.sample.entries_if_same(value, parts, self.links.by_id)
@@ -364,7 +364,7 @@ class Scan:
         So an object gets a sample only when its state is read for the second time, which saves
         the samples of objects that are read once.
         """
-        before = None if self._before is None else self._before(entry.key)
+        before = self._before(entry.key)
         if before is None or before != state:
             return state
         if before.sample is not NO_PARTS:
@@ -419,16 +419,17 @@ class Scan:
             return before
         self._children = []
         by_id = self.links.by_id
-        is_empty = {
-            name: name in tables and not part and id(part) not in by_id
-            for name, part in named.items()
+        empty_names = {
+            name
+            for name in tables.intersection(named)
+            if not named[name] and id(named[name]) not in by_id
         }
         parts = {
-            name: ("empty", type(part).__name__) if is_empty[name] else token(part)
+            name: ("empty", type(part).__name__) if name in empty_names else token(part)
             for name, part in named.items()
         }
         parts[CLASS] = token(kind)
-        empty = {at for at, name in enumerate(named, len(named)) if is_empty[name]}
+        empty = {at for at, name in enumerate(named, len(named)) if name in empty_names}
         return self._sampled(self._state(parts), value, entry, flat, empty)
 
     # --- definitions ----------------------------------------------------------------------
@@ -569,7 +570,7 @@ class Scan:
 
     def _read_tensor(self, value: Any, entry: Any) -> ObjectState:
         sample = _layout_of_tensor(value)
-        before = self._before(entry.key) if self._before and sample else None
+        before = self._before(entry.key) if sample else None
         if before is not None and before.sample == sample:
             block = self.links.blocks.get(before.children[0])
             if block is not None and block.owner() is not None:
@@ -672,7 +673,7 @@ class Scan:
             states[block.key] = state
 
     def _read_block(self, block: MemoryBlock) -> ObjectState:
-        before = self._before(block.key) if self._before else None
+        before = self._before(block.key)
         if _is_small(block):
             digest = digest_bytes(block.view()).encode()
             if before is not None and before.digest == digest:
