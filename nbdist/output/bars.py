@@ -481,8 +481,9 @@ def _row_html(row: _Row, widths: _Widths) -> list[tuple[str, str]]:
         is_own = len(row.ranks) == 1
         width = max(len(row.rate), widths.rate) + 1
         width += max(len(other_text), widths.other_text * is_own)
-        column = [_column(rate, widths.rate, "left")] if widths.rate else [rate] if rate else []
-        text_html = " ".join([*column, dim(other_text)])
+        if widths.rate:
+            rate = _column(rate, widths.rate, "left")
+        text_html = " ".join(filter(None, [rate, dim(other_text)]))
         parts.append(f'<span style="{_REST.format(_CHARACTER * width)}">{text_html}</span>')
     elif rate:
         parts.append(f'<span style="white-space:nowrap">{rate}</span>')

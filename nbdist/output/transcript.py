@@ -130,9 +130,10 @@ class Transcript:
         are a few lines ahead of others may stay in a group.  With `failed_first` the groups of
         failed ranks come first.
         """
-        members = self._members(exactly=True)
-        is_exact = not self.has_had_bars
-        is_exact &= sum(each[0].rows for each in members) <= MAX_EXACT_ROWS
+        members: list[list[RankTranscript]] = []
+        if is_exact := not self.has_had_bars:
+            members = self._members(exactly=True)
+            is_exact = sum(each[0].rows for each in members) <= MAX_EXACT_ROWS
         max_lines = max(MAX_NUMBERED_LINES, MAX_NUMBERED_LINES_OF_ALL // max(1, len(self.ranks)))
         if not is_exact:
             members = _merge_but_numbers(self._members(exactly=False), max_lines)
@@ -380,7 +381,7 @@ def _merge_but_numbers(
     return sorted(groups, key=lambda group: group[0].rank)
 
 
-_Words: TypeAlias = tuple[tuple[object, ...], tuple[tuple[str, object], ...]]
+_Words: TypeAlias = tuple[tuple[object, ...], tuple[tuple[str, bool | bytes], ...]]
 """How a rank has ended, and its lines and displays without numbers.
 
 Beside the text of a line there is True for stderr and False for stdout.  Beside the text of a
@@ -400,16 +401,15 @@ def _words(output: RankTranscript, max_lines: int, *, is_exact: bool = False) ->
     entries = output.tail(count)
     if len(entries) < count or any(isinstance(entry, Skipped) for entry in entries):
         return None
-    texts = []
+    texts = list[tuple[str, bool | bytes]]()
     for entry in entries:
         text = _text_with_sets(entry)
         words = without_times(text) if is_exact else _split_numbers(text)[0]
-        about: object = b""
-        if isinstance(entry, ScreenLine):
-            about = entry.stderr
-        elif isinstance(entry, RichDisplay) and not text:
-            about = entry.key.same
-        texts.append((words, about))
+        match entry:
+            case ScreenLine(stderr=is_stderr):
+                texts.append((words, is_stderr))
+            case RichDisplay():
+                texts.append((words, b"" if text else entry.key.same))
     end = "failed" if output.state in FAILED else output.state == "aborted"
     return (end, output.error_keys[0]), tuple(texts)
 
@@ -483,7 +483,7 @@ def _differs_much(members: Sequence[RankTranscript]) -> bool:
     """Return True if sets would be unreadable: too many ranks, or too many sets in a line."""
     if len(members) > _MAX_NUMBERS:
         return True
-    counts = [each.line_count + len(each.displays) for each in members]
+    counts = [each.rows for each in members]
     first = max(0, min(counts) - _LAST_COMPARED)
     tails = [each.tail(count - first) for each, count in zip(members, counts, strict=True)]
     for entries in zip(*tails, strict=False):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from nbdist.output.ansi import strip
 from nbdist.output.events import Died, Failure, RankError
-from nbdist.output.fingerprint import normal
+from nbdist.output.fingerprint import cell_line_of, normal
 from nbdist.output.wording import fold_ranks
 from nbdist.wire.messages import UnresponsiveHosts
 from nbdist.wire.places import (
@@ -36,7 +36,6 @@ Who = Callable[[Iterable[int]], str]
 LONGEST_CODE = 60  # characters of a line of code in a text
 
 RELEASED_ERROR = "Released"  # `Failure.name` if an abort or another rank ended a collective
-CELL_LINE = re.compile(r"Cell In\[\d+\], line (\d+)")
 
 DTYPES = {
     **{"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64"},
@@ -214,12 +213,12 @@ def shorten_error(
     if aborted is not None:
         file, number, wait = aborted.file or "cell", aborted.line, f"in {aborted.operation}"
     else:
-        text, wait = strip("\n".join(failure.traceback)), f"for a rank that {_peer_end(errors)}"
-        file, matches = "cell", CELL_LINE.findall(text)[:1]
+        wait = f"for a rank that {_peer_end(errors)}"
+        file, number = "cell", cell_line_of(failure)
         if script is not None:
-            file = os.path.basename(script.file)
-            matches = re.findall(rf"File {re.escape(script.file)}:(\d+)", text)[-1:]
-        number = int(matches[0]) if matches else 0
+            file, text = os.path.basename(script.file), strip("\n".join(failure.traceback))
+            matches = re.findall(rf"File {re.escape(script.file)}:(\d+)", text)
+            number = int(matches[-1]) if matches else 0
     wait = f"waited {wait}" + (f" ({file} line {number})" if number else "")
     return Failure(
         RELEASED_ERROR, wait, (f"{RELEASED_ERROR}: {wait}",), failure.time_ns, connections="ended"
