@@ -1,4 +1,7 @@
-"""Parses terminal colour codes (SGR), and writes coloured text as legible HTML; no I/O here."""
+"""Parses the colour codes of terminals (SGR), and writes coloured text as legible HTML.
+
+The notebook's process and the command `nbdist` call these functions.  Pure: no I/O here.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ RESET = "\x1b[0m"
 
 BOLD, DIM, ITALIC, UNDERLINE, INVERSE, STRIKE = 1, 2, 3, 4, 7, 9
 _ATTRIBUTES = frozenset({BOLD, DIM, ITALIC, UNDERLINE, INVERSE, STRIKE})
-# The attributes that each "off" code ends; 21 means "double underline" in some terminals.
+# The attributes that each "off" code ends.  Some terminals take 21 for "double underline" instead.
 _OFF_CODES = {
     21: {BOLD},
     22: {BOLD, DIM},
@@ -43,7 +46,7 @@ PLAIN = Style()
 
 @lru_cache(maxsize=4096)
 def restyle(style: Style, parameters: str) -> Style:
-    """Return `style` as `ESC[<parameters>m` changes it; unknown parameters change nothing."""
+    """Return the style after the colour code `ESC[<parameters>m`; ignore unknown parameters."""
     codes = [int(code) if code else 0 for code in parameters.replace(":", ";").split(";")]
     while codes:
         match codes:
@@ -93,7 +96,10 @@ def strip(text: str) -> str:
 
 
 def cut(text: str, width: int) -> tuple[str, str]:
-    """Split a text after `width` characters, not counting colour codes; both parts keep colours."""
+    """Split a text after `width` characters; both parts have the colours of the text.
+
+    The characters of colour codes do not count.
+    """
     style, position, shown = PLAIN, 0, 0
     for code in SGR.finditer(text):
         if shown + code.start() - position >= width:
@@ -110,7 +116,7 @@ def cut(text: str, width: int) -> tuple[str, str]:
 
 Rgb = tuple[int, int, int]
 
-# black red green yellow blue magenta cyan white, then the bright ones.
+# Black, red, green, yellow, blue, magenta, cyan and white, then the same colours bright.
 _NAMED_COLOURS = bytes.fromhex(
     "6e7681 d43a3a 1e9350 a87a00 2f7fe6 b04fc4 0c8da0 868e96"
     "7d8590 ea4e4e 28a25c bc8b10 4a90f0 c267d6 1f9cb0 959da5"
@@ -123,10 +129,11 @@ _RULES = {
     UNDERLINE: "text-decoration:underline",
 }
 _CUBE = (0, 95, 135, 175, 215, 255)
-# Text can be read on both white and near-black if its relative luminance is in this range.
+# Text is legible on both white and nearly black pages if its relative luminance is in this range.
 _DARKEST, _LIGHTEST = 0.08, 0.38
 _MARKED = 0.4
-# Text with less contrast than `_FAINT` turns white, or black on a background above `_MIDDLE`.
+# Text with less contrast to its background than `_FAINT` turns white, or black if the background's
+# luminance is above `_MIDDLE`.
 _FAINT, _MIDDLE = 3.5, 0.18
 
 
@@ -149,11 +156,12 @@ def _css(style: Style) -> str:
     rules = []
     front, back = _rgb(style.foreground), _rgb(style.background)
     if INVERSE in style.attributes:
-        # The page's own colours are not known: inverse text without a colour has a grey background.
+        # The colours of the page are not known, so inverse text without a colour gets a grey
+        # background.
         front, back = back, front or (128, 128, 128)
     if front and back:
         low, high = sorted((_luminance(front), _luminance(back)))
-        if (high + 0.05) / (low + 0.05) < _FAINT:  # WCAG's contrast, 1 for equal colours
+        if (high + 0.05) / (low + 0.05) < _FAINT:  # the contrast by WCAG, 1 for equal colours
             front = (0, 0, 0) if _luminance(back) > _MIDDLE else (255, 255, 255)
         rules += [f"color:{_hex(front)}", f"background-color:{_hex(back)}"]
     elif front:
@@ -185,7 +193,7 @@ def _rgb(colour: str) -> Rgb | None:
 
 
 def _legible(colour: Rgb) -> Rgb:
-    """Return the colour, or its nearest shade that can be read on both white and near-black."""
+    """Return the colour, or its nearest shade that is legible on both white and nearly black."""
     light = _luminance(colour)
     if light > _LIGHTEST:
         return _mix(colour, 0, (_LIGHTEST / light) ** (1 / 2.2))

@@ -1,6 +1,7 @@
-"""The progress bars on the screen of one rank, by the rows in which a program has drawn them.
+"""Keeps the progress bars on the screen of one rank, by the rows in which they were drawn.
 
-`Screen` reports here what a program writes in rows with bars.  Pure: no I/O here.
+`Screen` in the notebook's process owns a `BarRows`, and reports what the rank's program writes in
+rows with bars.  Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -13,34 +14,29 @@ _MAX_BARS = 1000
 
 
 class BarRows:
-    """The bars of a screen, in rows that are numbered from the first row ever written.
-
-    `by_row` has the bars in all rows but a row that is being written.  `cut_widths` has by row the
-    number of characters of a bar that tqdm has cut directly after a space.  `forgotten` counts the
-    bars that `drop_above` has removed from `by_row`.  `has_been_drawn` stays True after a program
-    has erased its bars.
-    """
+    """The bars of a screen, in rows that are numbered from the first row ever written."""
 
     def __init__(self) -> None:
-        self.by_row: dict[int, Bar] = {}
+        self.by_row: dict[int, Bar] = {}  # without a row that is being written now
+        # By row: the length of a bar that tqdm has cut directly after a space.
         self.cut_widths: dict[int, int] = {}
-        self.forgotten = 0
-        self.has_been_drawn = False
-        # Bars whose rows hold text now and that were not drawn again, by name and total, or by a
-        # number if `set_removed` set the bars: the row, the bar, and its number of characters.
+        self.forgotten = 0  # how many bars `drop_above` has removed from `by_row`
+        self.has_been_drawn = False  # stays True after a program has erased its bars
+        # Bars that text has replaced in their rows and that were not drawn again: the row, the bar
+        # and its length.  The keys are the bars' names and totals, or numbers from `set_removed`.
         self._removed: dict[object, tuple[int, Bar, int]] = {}
-        # By row: the name and total of the first bar drawn in the row, the first position of that
-        # bar, and the row from which a line of text has moved the bar, or -1.
+        # By row: the name and total of the first bar drawn in the row, the progress with which that
+        # bar began, and the row from which a line of text has moved the bar, or -1.
         self._first_drawn: dict[int, tuple[tuple[str, str], float, int]] = {}
-        self._erased_rows = set[int]()  # rows whose bars were erased by erasing another row
+        self._erased_rows = set[int]()  # rows of `by_row` whose bars count as erased: `drop_lowest`
 
     def list_bars(
         self, at_cursor: tuple[int, Bar] | None, is_ended: Callable[[int], bool]
     ) -> list[tuple[int, Bar]]:
         """Return the bars and their rows, the topmost first.
 
-        `at_cursor` is the row of the cursor and its bar, if the row has a bar.  A bar that was
-        drawn again further down, below a line of text, is only in its last row.  `is_ended` returns
+        If a bar was drawn again further down, below a line of text, return only its last row.
+        `at_cursor` is the row of the cursor and its bar, if the row has a bar.  `is_ended` returns
         True for a row that a program has ended with a newline, and for a row that is not kept.
         """
         in_rows = {row: bar for row, bar in self.by_row.items() if row not in self._erased_rows}
@@ -62,10 +58,11 @@ class BarRows:
         return kept[::-1]
 
     def _is_over(self, row: int, bar: Bar, later: int, is_ended: Callable[[int], bool]) -> bool:
-        """Return True if a bar was broken off, and the bar of the same name in row `later` is new.
+        """Return True if a bar will not go on, since the bar of its name in row `later` is new.
 
-        The new bar must begin below the first bar's position, and not be the first bar, moved by a
-        line of text.  The row of the first bar must have ended with a newline, or hold text now.
+        The later bar is new if it began with less progress than the first bar has, and if it is not
+        the first bar itself, which a line of text has moved.  A bar may still go on as long as it
+        is in its row, and no newline has ended the row.
         """
         if self.by_row.get(row) == bar and not is_ended(row):
             return False
@@ -91,15 +88,14 @@ class BarRows:
         return self.cut_widths.pop(row, 0)
 
     def set_removed(self, bars: Iterable[Bar], row: int) -> None:
-        """Take over bars of other screens, as if lines of text had replaced the bars in `row`."""
+        """Keep these bars of other screens as if text had replaced all of them in row `row`."""
         self._removed = {number: (row, bar, 0) for number, bar in enumerate(bars)}
         self.has_been_drawn = bool(self._removed)
 
     def record_removed(self, row: int, bar: Bar, width: int, end: int) -> None:
         """Record a bar of `width` characters whose row will hold text from now on.
 
-        If a row below, up to but not including row `end`, already shows a later state of the bar,
-        do nothing.
+        Do nothing if a later state of the bar is already in a row below, before row `end`.
         """
         below = map(self.by_row.get, range(row + 1, end))
         key = bar.name, bar.total
@@ -110,14 +106,16 @@ class BarRows:
             del self._removed[next(iter(self._removed))]
 
     def drop_removed(self, bar: Bar) -> None:
-        """Forget that text has replaced this bar, since a program draws or erases the bar."""
+        """Forget a bar that text has replaced, because a program now draws or erases the bar."""
         self._removed.pop((bar.name, bar.total), None)
 
     def drop_lowest(self, width: int, first: int, width_of: Callable[[int], int]) -> None:
-        """Drop the lowest bar of `width` characters: a program has erased it, but in another row.
+        """Drop the lowest bar of `width` characters, after a program has erased an empty row.
 
-        Lines of text have moved nested bars, so the erased row has no bar.  Removed bars count in
-        any row, others from row `first` on; `width_of` returns the number of characters of a row.
+        A program erases its nested bars by spaces of their length.  If lines of text have moved the
+        bars down meanwhile, the program erases a row that has no bar, and means a bar in another
+        row.  That may be any bar that text has replaced, or a bar in row `first` or below;
+        `width_of` returns the number of characters of a row.
         """
         candidates: list[tuple[int, object]] = [
             (row, key) for key, (row, _, bar_width) in self._removed.items() if bar_width == width
@@ -135,15 +133,15 @@ class BarRows:
     ) -> tuple[Bar | None, int, int]:
         """Parse the text drawn in a row: a bar, and perhaps other text behind the bar.
 
-        Return the bar, its number of characters, and the index at which the text behind the bar
-        begins; both numbers are 0 if there is only a bar.  The bar is None if there is no bar, or
-        if the slow parse is not needed.  `before` is the number of characters of the previous
-        drawing; with `has_older` older characters stand behind what was drawn.
+        Return the bar, its length, and the index at which the text behind the bar begins; both
+        numbers are 0 if there is only a bar.  The bar is None if there is no bar, or if there is
+        most likely no text behind it, so that the slow parse is not needed.  `before` is the length
+        of the previous drawing.  With `has_older`, characters of an older drawing follow the text.
         """
         end, is_first = end_of_bar(plain), row not in self._first_drawn
         is_cut_longer = not end and len(plain) > before and is_cut(plain)
         if not (end or is_first or is_cut_longer or has_older):
-            return None, 0, 0  # nearly always, and without a slow parse
+            return None, 0, 0  # nearly all drawings end here, without the slow `read_row`
         bar = read_row(plain[: end or None], is_edited=False)
         if bar is None:
             return None, 0, 0
@@ -151,19 +149,19 @@ class BarRows:
         if is_first:
             self._record_first_drawn(row, key, bar.position)
         before = before or (self._removed[key][2] if key in self._removed else 0)
-        # A bar that is cut to fit its line has the same length each time.
+        # tqdm cuts all drawings of a bar to the same length, so what is longer is other text.
         has_more = is_cut_longer and 0 < before < len(plain.rstrip(" "))
         if has_more and (cut := read_row(plain[:before], is_edited=False)):
             bar, end = cut, before
-        # Spaces with which tqdm erases a longer bar belong to the bar.
+        # Spaces up to the length of the previous drawing are no text: tqdm erases a longer bar so.
         is_erased = end and not plain[end:before].strip(" ")
         return bar, end, max(end, before) if is_erased else end
 
     def _record_first_drawn(self, row: int, key: tuple[str, str], position: float) -> None:
-        """Record the position of the first bar that is drawn in this row.
+        """Record with which progress the first bar in this row began.
 
-        If a line of text has moved the bar from another row to this row, the first position in the
-        other row counts.
+        If a line of text has moved the bar from another row to this row, record the progress with
+        which the bar began in the other row.
         """
         self.has_been_drawn = True
         moved_from = -1
@@ -175,12 +173,15 @@ class BarRows:
         self._first_drawn[row] = key, position, moved_from
 
     def drop_below(self, row: int) -> None:
-        """Drop the bars in all rows below this row, which were erased."""
+        """Drop the bars in all rows below this row, because a program has erased those rows."""
         for below in [each for each in self.by_row if each > row]:
             del self.by_row[below]
 
     def drop_above(self, first: int) -> None:
-        """Forget how bars above row `first` began; of too many bars, drop the topmost there."""
+        """Forget how bars above row `first` began, since the screen has dropped these rows.
+
+        The bars themselves stay, up to `_MAX_BARS` in all; the topmost are dropped first.
+        """
         for row in [row for row in self._first_drawn if row < first]:
             del self._first_drawn[row]
         self._erased_rows -= {row for row in self._erased_rows if row not in self.by_row}

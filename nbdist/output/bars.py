@@ -1,9 +1,10 @@
-"""The progress bars of all ranks as one table: how far each rank is, and which rank is behind.
+"""Lays out the progress bars of all ranks as one table that says how far each rank is.
 
-While a cell runs, ranks have rows for their current bars.  A rank's current bar is the last bar,
-unless many lines are printed below it.  Other bars are "left", and so are all bars of a finished
-cell: ranks that left a bar at the same position share a row.  The notebook's process draws the
-table in a panel.  Pure: no I/O here.
+While a cell runs, each rank has a row for its current bar, which is the last bar that the rank has
+drawn, unless many lines were printed below.  A rank has "left" its other bars, and all of its bars
+when the cell has finished; ranks that have left a bar at the same position share a row.
+
+The notebook's process draws the table in a panel.  Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -26,20 +27,22 @@ from nbdist.words import aligned, count, format_ranks, name_ranks
 MAX_BAR_ROWS, SLOWEST_ROWS = 16, 6
 _MAX_LEFT_LIVE = 4
 _LOOK_BACK = 24
-"""A bar with so many rows below it counts as left."""
+"""The number of rows below a bar from which on the rank counts as having left the bar."""
 
 _MAX_BARS_AROUND = 3
 _LONGEST_NAME = 32  # so that the percentage fits on a page of 700 pixels
-# A rank is behind if it lacks such a share of the bar, and of the progress of the leading rank.
+# A rank is behind if its distance from the leading rank is at least the first share of the bar, and
+# more than the second share of the leading rank's progress.
 _BEHIND, _BEHIND_SHARE = 0.02, 0.05
-# Bars are not compared if they began further apart: in seconds, and as a share of the longest time.
+# Bars that began more than this apart are not compared: in seconds, and in shares of the longest
+# elapsed time.
 _BEGAN_APART, _BEGAN_APART_SHARE = 2.0, 0.25
 _NUMBERS = re.compile(r"\d+")
 _RATE_PARTS = re.compile(r"([\d.]+)(\D.*)")
 
 
 class RankBars(NamedTuple):
-    """The innermost bar of a rank, and the bars around that bar, the outermost first."""
+    """A rank's current bar, and the bars `around` it if it is nested, the outermost first."""
 
     rank: int
     bar: Bar
@@ -47,7 +50,7 @@ class RankBars(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The names of the bars, outer ones with their amounts: `epoch 3/10, step`."""
+        """The names of all bars, those of outer bars with the amount done: `epoch 3/10, step`."""
         names = [f"{bar.name} {bar.amount}".strip() for bar in self.around]
         return ", ".join(filter(None, [*names, self.bar.name]))
 
@@ -62,7 +65,7 @@ class RankBars(NamedTuple):
 
     @property
     def overall(self) -> float:
-        """The progress in the outermost bar, with the progress of the bars inside it."""
+        """The progress in the outermost bar, including the progress of the bars inside of it."""
         share = self.bar.position
         for bar in reversed(self.around):
             whole = number_of(bar.total)
@@ -83,11 +86,11 @@ class LeftBar(NamedTuple):
 
 
 class BarTable(NamedTuple):
-    """The bars of some ranks: `rows` are of current bars, and `left_bars` of bars that are left.
+    """The bars of some ranks: `rows` have their current bars, `left_bars` the bars they have left.
 
     If there are many ranks, only the slowest have rows, and `summary` says how far all ranks are.
     `slowest` is a rank that is clearly behind, and `behind` says so; else None and "".  `more`
-    counts earlier left bars without a row.
+    is the number of bars that were left earlier, and that are not in `left_bars`.
     """
 
     ranks: tuple[int, ...]
@@ -99,11 +102,11 @@ class BarTable(NamedTuple):
     more: int = 0
 
     def share(self, bars: RankBars) -> float | None:
-        """Return the share of a row's bar that is filled; None if the share is not known.
+        """Return which share of a row's bar is drawn as filled; None if it is not known.
 
-        With bars around the bar, the share is of the outermost bar, if its total is known.  If
-        ranks are in different epochs, the share counts the epochs too, so that ranks in an earlier
-        epoch have shorter bars.
+        If there are bars around the bar, the share is of the outermost bar, if its total is known.
+        If ranks are in different epochs, the share is of all these epochs, so that ranks in an
+        earlier epoch have shorter bars.
         """
         share = bars.bar.fraction
         if bars.around and number_of(bars.outer.total):
@@ -115,10 +118,10 @@ class BarTable(NamedTuple):
 
 
 def current_bars_of(output: RankTranscript, *, with_full: bool = True) -> RankBars | None:
-    """Return a rank's current bar and the bars around it; None if there is none, or on failure.
+    """Return a rank's current bar and the bars around it; None if there is none.
 
-    Unless `with_full`, also return None for a bar that is full, or of a rank whose cell has ended,
-    if the rank has printed anything below the bar.
+    Also return None if the cell has failed on the rank.  Unless `with_full`, also return None if
+    the rank has printed anything below the bar, and the bar is full or the rank has finished.
     """
     if output.state in FAILED:
         return None
@@ -157,14 +160,17 @@ def _recent_bars(screen: Screen, first: int) -> list[tuple[int, Bar]]:
 
 
 def _edited_bar(screen: Screen) -> Bar | None:
-    """Return the bar, as `63 %`, in the cursor's row if that row is last and was written over."""
+    """Return the bar in the row of the cursor, if that row is the last row and was overwritten.
+
+    In a row that was overwritten also a text such as `63 %` is a bar.
+    """
     if not screen.is_edited or screen.cursor != screen.end - 1:
         return None
     return next((read_bar(line.text, is_edited=True) for line in screen.lines(screen.cursor)), None)
 
 
 def _all_current_bars(transcript: Transcript, *, with_full: bool = True) -> list[RankBars]:
-    """Return the current bars of all ranks; an empty list if no running rank has a current bar."""
+    """Return the current bars of all ranks, or [] if no rank that still runs has one."""
     current_bars = (current_bars_of(each, with_full=with_full) for each in transcript)
     current = [*filter(None, current_bars)]
     return current if any(transcript[bars.rank].state == "running" for bars in current) else []
@@ -173,10 +179,10 @@ def _all_current_bars(transcript: Transcript, *, with_full: bool = True) -> list
 def find_left_bars(
     bars: Mapping[int, Sequence[Bar]], current: Sequence[RankBars] = ()
 ) -> list[LeftBar]:
-    """Make the rows of left bars, without bars at which a rank in `current` still is.
+    """Return the bars that ranks have left, without bars that are still current on some rank.
 
-    Ranks that left a bar at the same position share a row.  If ranks have several bars of the same
-    name and total, a second bar shares a row only with second bars, and so on.
+    Ranks that left a bar at the same position share a `LeftBar`.  If ranks have several bars of the
+    same name and total, the second bar of a rank is merged only with second bars, and so on.
     """
     present = set[tuple[str, str, int]]()
     for each in current:
@@ -205,7 +211,10 @@ def _merge_left_bars(bars: Mapping[int, Bar]) -> LeftBar:
 
 
 def _rates(rates: Sequence[str]) -> str:
-    """Write `5.8it/s`, or `5.6 to 5.9it/s`; "" if rates differ in units, or if some are unknown."""
+    """Merge rates to a text such as `5.6 to 5.9it/s`.
+
+    Return "" if rates differ in their units, or if some rates are unknown.
+    """
     parts = [_RATE_PARTS.fullmatch(rate) for rate in rates]
     pairs = [(float(match[1]), match[2]) for match in parts if match]
     if len(pairs) < len(rates) or len({unit for _, unit in pairs}) > 1:
@@ -218,7 +227,7 @@ def _rates(rates: Sequence[str]) -> str:
 
 
 def final_table(transcript: Transcript) -> BarTable | None:
-    """Lay out the bars of a finished cell; None if the cell had no bars."""
+    """Make the table of bars of a finished cell; None if the cell had no bars."""
     left_bars = find_left_bars({each.rank: each.bars for each in transcript})
     return _add_left_bars(BarTable(()), left_bars, MAX_BAR_ROWS) if left_bars else None
 
@@ -231,25 +240,25 @@ def _add_left_bars(table: BarTable, left_bars: Sequence[LeftBar], max_rows: int)
 
 
 def bars_of_rank(output: RankTranscript) -> BarTable | None:
-    """Lay out all bars of one rank; None if the rank has no bars."""
+    """Make a table of all bars of one rank; None if the rank has no bars."""
     rows = [LeftBar((output.rank,), bar, bar.rate, bar.other_text) for bar in output.bars]
     return BarTable((output.rank,), left_bars=tuple(rows)) if rows else None
 
 
 def bar_table(transcript: Transcript) -> BarTable | None:
-    """Lay out the bars of a running cell; None if the cell has no bars."""
+    """Make the table of bars of a running cell; None if the cell has no bars."""
     bars = _all_current_bars(transcript)
     left_bars = find_left_bars({each.rank: each.bars for each in transcript}, bars)
     if not (bars or left_bars):
         return None
     table = _present_table(bars) if bars else BarTable(())
-    # As many rows in all as in the finished cell, so that no rows appear when the cell ends.
+    # Show as many rows as the table of the finished cell: no rows must appear when the cell ends.
     max_left = max(_MAX_LEFT_LIVE, MAX_BAR_ROWS - len(table.rows))
     return _add_left_bars(table, left_bars, max_left)
 
 
 def _present_table(rank_bars: Sequence[RankBars]) -> BarTable:
-    """Lay out the current bars of ranks."""
+    """Make the table of current bars; of more than `MAX_BAR_ROWS` ranks, show only the slowest."""
     ranks, rows, summary = tuple(bars.rank for bars in rank_bars), [*rank_bars], ""
     if len(rank_bars) > MAX_BAR_ROWS:
         rows = sorted(rank_bars, key=lambda bars: (_progress_key(bars), bars.rank))[:SLOWEST_ROWS]
@@ -269,7 +278,8 @@ def _slowest(rank_bars: Sequence[RankBars]) -> tuple[int | None, str]:
         return None, ""
     if low.numbers != high.numbers:
         return low.rank, f"rank {low.rank} is behind"
-    # Epochs may have bars of the same name: do not compare bars that began at different times.
+    # The bars of different epochs may have the same name.  Bars that began at very different times
+    # are most likely of different epochs, so ranks are not compared by them.
     running = [bars.outer for bars in rank_bars if not bars.outer.is_finished]
     elapsed = [bar.elapsed for bar in running if bar.elapsed is not None] or [0.0]
     longest, behind = max(elapsed), high.overall - low.overall
@@ -281,14 +291,15 @@ def _slowest(rank_bars: Sequence[RankBars]) -> tuple[int | None, str]:
 
 
 def _progress_key(bars: RankBars) -> tuple[tuple[int, ...], float]:
-    # `epoch 2` at 20 % is further than `epoch 1` at 80 %.
+    # The numbers in the name come first: `epoch 2` at 20 % is further than `epoch 1` at 80 %.
     return bars.numbers, bars.overall
 
 
 def merged_line(transcript: Transcript) -> str:
-    """Say how far current bars are: `[0-3] epoch 63% (47-64) 12:01<07:10`; "" if there are none.
+    """Say in one line how far the current bars are: `[0-3] epoch 63% (47-64) 12:01<07:10`.
 
-    If the bars have exactly two names, such as of two epochs, the line has a part for each name.
+    If the bars have exactly two names, such as `epoch 1` and `epoch 2`, the line has a part for
+    each name.  Return "" if there are no current bars.
     """
     named = dict[tuple[str, ...], list[RankBars]]()
     for bars in (rank_bars := _all_current_bars(transcript, with_full=False)):
@@ -298,7 +309,7 @@ def merged_line(transcript: Transcript) -> str:
 
 
 def _progress_text(rank_bars: Sequence[RankBars]) -> str:
-    """Say how far the ranks of these bars are."""
+    """Say how far the ranks of these bars are, as `[0-3] epoch 63% (47-64) 12:01<07:10`."""
     low, middle, high = _spread(rank_bars)
     spread = "" if low == high else f"({low.rstrip('%')}-{high.rstrip('%')})"
     elapsed = max((b.bar.elapsed for b in rank_bars if b.bar.elapsed is not None), default=None)
@@ -308,7 +319,10 @@ def _progress_text(rank_bars: Sequence[RankBars]) -> str:
 
 
 def _common_name(rank_bars: Sequence[RankBars]) -> str:
-    """Return the name that all bars share, such as `epoch 2-3/10, step`; "" if names differ."""
+    """Return one name for the bars of all ranks, such as `epoch 2-3/10, step`.
+
+    Return "" if the bars have different names.
+    """
     names = {bars.name for bars in rank_bars}
     if len(names) == 1:
         return names.pop()[: 2 * _LONGEST_NAME]
@@ -325,7 +339,7 @@ def _common_name(rank_bars: Sequence[RankBars]) -> str:
 
 
 def _spread(rank_bars: Sequence[RankBars]) -> tuple[str, str, str]:
-    """Return the least, the median and the greatest progress of the ranks, as texts."""
+    """Return the least, the median and the greatest progress as texts: `47%`, or the amounts."""
     order = sorted((bars.bar for bars in rank_bars), key=lambda bar: bar.position)
     if all(bar.fraction is not None for bar in order):
         positions = [bar.position for bar in order]
@@ -338,18 +352,18 @@ def _longest_time_left(rank_bars: Sequence[RankBars]) -> float | None:
 
 
 def _times_text(elapsed: float | None, remaining: float | None) -> str:
-    """Write `00:12<00:07`, without the times that are not known."""
+    """Write elapsed and remaining time as `00:12<00:07`, leaving out a time that is not known."""
     after = "" if remaining is None else f"<{clock_text(remaining)}"
     return f"{'' if elapsed is None else clock_text(elapsed)}{after}"
 
 
 def _percent(share: float) -> str:
-    """Write `63%`, rounded down: only a finished bar is at 100%."""
+    """Write a share as `63%`, rounded down, so that only a finished bar is at `100%`."""
     return f"{int(100 * share + 1e-9)}%"
 
 
 class _Row(NamedTuple):
-    """The cells of a row: `share` is the part of the bar that is filled, None for no drawn bar."""
+    """The texts of a row; `share` is the filled share of the drawn bar, None to draw no bar."""
 
     ranks: Sequence[int]
     name: str
@@ -384,7 +398,7 @@ def _shorten_name(name: str) -> str:
 
 
 _ANY = "padding:0 10px 0 0;border:none;vertical-align:top;text-align:left;white-space:nowrap"
-_FIXED = f"{_ANY};width:1px"  # the browser widens the cell to its text, which never wraps
+_FIXED = f"{_ANY};width:1px"  # the browser makes the cell as wide as its text, which never wraps
 _SHORT_NAME = 12  # characters
 _CHARACTER = 0.605  # em, a little more than most fonts need; JupyterLab allows no `ch`
 _NAME = (
@@ -392,29 +406,29 @@ _NAME = (
     f"min-width:{_CHARACTER * (_SHORT_NAME - 1):.1f}em"
 )
 _SLOWEST = "slowest"
-# Other text, and the rate before it, are in a line below the bar if the page has no room for them.
+# A bar's other text, and the rate before it, wrap to a line below if the page is too narrow.
 _BESIDE_NAME = "display:flex;flex-wrap:wrap;column-gap:10px"
 _COLUMN = "display:inline-block;min-width:{:.1f}em;text-align:{}"
 _REST = "flex:1 1 {:.1f}em;min-width:0;white-space:normal;overflow-wrap:break-word"
-_REST_UNIT = 2  # characters; widths are multiples, so that one more digit does not wrap the line
+_REST_UNIT = 2  # characters; widths are multiples, so that one more digit seldom wraps the line
 _FILL = "display:inline-block;vertical-align:middle;height:10px;border-radius:2px"
 _TRACK = f"{_FILL};width:80px;background-color:{{}};line-height:0"
 _LONGEST_REST = 120
-_BAR_ROOM, _NARROW_PAGE = 16, 73  # characters: a drawn bar with all gaps, a page of 700 pixels
+_BAR_ROOM, _NARROW_PAGE = 16, 73  # characters: of a drawn bar with gaps, of a 700 pixels wide page
 _BAR_WIDTH, _BAR_PARTS = 20, " ▏▎▍▌▋▊▉"
 
 
 def bars_html(shown: BarTable) -> str:
-    """Draw the table as HTML, below a line with `_lines_above`."""
+    """Draw the table as HTML, below a line with the summary and the number of earlier bars."""
     rows = [*_rows(shown)]
-    # The mark of the slowest rank has room from the start, so that columns do not move later.
+    # The mark of the slowest rank has room also before a rank is slow: columns must not move later.
     widths = _widths(rows, has_mark=len(shown.rows) > 1)
     drawn = table((_row_html(row, widths) for row in rows), ";width:100%")
     return line(dim(" · ".join(_lines_above(shown)))) + drawn
 
 
 def _lines_above(shown: BarTable) -> list[str]:
-    """Return the texts above the table, if any: how many bars have no row, and the summary."""
+    """Return the texts above the table, if any: how many earlier bars it lacks, and its summary."""
     more = f"… {count(shown.more, 'earlier bar')}" if shown.more else ""
     return [*filter(None, [more, shown.summary])]
 
@@ -435,12 +449,14 @@ class _Widths(NamedTuple):
 
 
 def _widths(rows: Sequence[_Row], *, has_mark: bool) -> _Widths:
-    """Return widths with which the columns of all rows are aligned.
+    """Return the widths with which the columns of all rows are aligned.
 
-    Columns have room for amounts up to the total, so that they keep their places as bars proceed.
+    The column of amounts has room for the largest amount, which is the total, so that the columns
+    do not move while the bars proceed.
     """
     totals = [row.amount.partition("/")[2] for row in rows]
-    # Rows of several ranks may have wide sets and ranges, for which other rows need no room.
+    # Rows of several ranks may have long sets and ranges; columns that wide would waste room in all
+    # other rows.
     own_rows = [row for row in rows if len(row.ranks) == 1]
     longest = min(_LONGEST_REST, max((len(row.other_text) for row in own_rows), default=0))
     return _Widths(
@@ -455,7 +471,10 @@ def _widths(rows: Sequence[_Row], *, has_mark: bool) -> _Widths:
 
 
 def _row_html(row: _Row, widths: _Widths) -> list[tuple[str, str]]:
-    """Write the cells of a row; on a narrow page a long name is cut, and other text is below."""
+    """Write the cells of a row as pairs of a style and HTML.
+
+    On a narrow page, a long name is cut, and the other text wraps to a line below the bar.
+    """
     columns = [_drawn_bar(row)] if widths.bar else []
     columns += [
         _column(html, width, side)
@@ -472,10 +491,10 @@ def _row_html(row: _Row, widths: _Widths) -> list[tuple[str, str]]:
     texts = (ranks, _SHORT_NAME * " ", row.rate)
     columns_width = _BAR_ROOM + sum(widths[:-2]) + sum(len(text) + 1 for text in texts)
     if len(row.name) > _SHORT_NAME and not other_text and columns_width <= _NARROW_PAGE:
-        # A long name is cut to make room for the rate.
+        # The rate stays beside the bar: the name is cut if the page is too narrow for both.
         columns.append(rate)
         rate = ""
-    # Pages that drop styles, such as GitHub, show the spaces between the columns.
+    # The spaces separate the columns on pages that drop styles, such as GitHub.
     parts = [f'<span style="white-space:nowrap">{" ".join(columns)}</span>']
     if other_text:
         is_own = len(row.ranks) == 1
@@ -496,7 +515,7 @@ def _row_html(row: _Row, widths: _Widths) -> list[tuple[str, str]]:
 
 
 def _drawn_bar(row: _Row) -> str:
-    """Draw a bar in the colour of its state; an empty place if its share is not known."""
+    """Draw a bar in the colour of its state; leave an empty place if its share is not known."""
     if row.share is None:
         return f'<span style="{_TRACK.format("transparent")}"></span>'
     colour = GREEN if row.is_finished else AMBER if row.is_slowest else BLUE
@@ -510,7 +529,7 @@ def _column(html: str, width: int, side: str) -> str:
 
 
 def _name_cell(name: str) -> tuple[str, str]:
-    """Write the name of a bar; a narrow page may cut a long name, which the mouse then shows."""
+    """Write a bar's name as a cell; a long name may be cut, and is shown whole under the mouse."""
     if len(name) <= _SHORT_NAME:
         return _FIXED, dim(name)
     return _NAME.format(1 + 0.9 * len(name)), f'<span title="{escape(name)}">{dim(name)}</span>'
@@ -524,7 +543,7 @@ def left_bar_line(left_bar: LeftBar) -> str:
 
 
 def bars_text(shown: BarTable) -> list[str]:
-    """Return the texts above the table, then a line for each row, with all columns aligned."""
+    """Write the table as lines of text, with all columns aligned, below the texts above it."""
     rows = []
     for row in _rows(shown):
         whole, part = divmod(round((row.share or 0.0) * _BAR_WIDTH * 8), 8)

@@ -1,7 +1,8 @@
-"""Compares the curves of ranks: their median, the band around it, and ranks that leave the band.
+"""Compares the curves of ranks, and draws them: the median, a band, and ranks outside the band.
 
-`nbdist.output.html` shows the curves as small pictures, `nbdist.output.text` as tables of numbers.
-Pure, but for the clock in `live_curves`.
+The band lies between the lowest and the highest rank.  In the notebook's process `html` shows the
+curves as small pictures, and `text` shows tables of numbers.  Pure, but for the clock in
+`live_curves`.
 """
 
 from __future__ import annotations
@@ -25,23 +26,29 @@ MAX_CHART_NAME_LENGTH = 60  # characters
 TABLE_STEPS = 8  # the most steps in the table of a curve
 
 MAX_COLUMNS, MIN_COLUMNS, COLUMNS_OF_ALL = 240, 96, 16_000
-"""The most columns of steps of a rank's curve, for few and very many ranks, and of all ranks."""
+"""The most columns into which the steps of a curve are divided.
+
+They are `MAX_COLUMNS` for few ranks.  For many ranks, all ranks together have `COLUMNS_OF_ALL`
+columns, but each rank has at least `MIN_COLUMNS`.
+"""
 
 
 FAR, FAR_SHARE, FAR_COLUMNS = 6.0, 0.08, 3
-"""A rank is far from the others if in `FAR_COLUMNS` columns in a row its distance from the median
-is more than `FAR` times the median distance of ranks, more than `FAR_SHARE` of the median's range,
-and more than 1 % of the median."""
+"""When a rank counts as far from the other ranks.
+
+In `FAR_COLUMNS` columns in a row the distance must be more than `FAR` times the median distance of
+the ranks, more than `FAR_SHARE` of the range of the median, and more than 1 % of the median.
+"""
 
 MIN_RANKS = 3  # with fewer ranks, no rank is called far from the others
 
 
 class Far(NamedTuple):
-    """A rank that was last outside the band from `step` to `until`; `is_back` if it has come back.
+    """A rank that was outside the band from `step` to `until`; `is_back` is True if it came back.
 
-    `mean` is the rank's number at the step `until`, and `median` the median of other ranks there.
-    `is_exact` is False if `step` may be only near the first step outside the band, since a column
-    can hold several steps.
+    If the rank left the band several times, the steps are of the last time.  `mean` is the rank's
+    number at the step `until`, and `median` the median of the other ranks there.  `is_exact` is
+    False if `step` is only about the first step outside, since a column can hold several steps.
     """
 
     rank: int
@@ -55,22 +62,21 @@ class Far(NamedTuple):
 
 @dataclass(frozen=True)
 class Bands:
-    """A run of all ranks in columns of steps; None in a column without finite numbers.
+    """The numbers of all ranks in a run, compared column by column.
 
-    `far_ranks` are the ranks outside the band.  Among the other ranks, or all if every rank is far,
-    `low` and `high` are the means of the lowest and highest rank, and `bottom` and `top` the
-    extremes of all numbers in a column.  `odd` has the NaN and infinite numbers by rank.
+    A column holds one or more consecutive steps.  A number is None if the column has no finite
+    number.  The band is of the ranks that are not far from the others, or of all if all are far.
     """
 
     steps: list[float]
-    means: Mapping[int, list[float | None]]
-    medians: list[float | None]
-    low: list[float | None]
-    high: list[float | None]
-    bottom: list[float | None]
-    top: list[float | None]
-    far_ranks: tuple[Far, ...]
-    odd: Mapping[int, Odd]
+    means: Mapping[int, list[float | None]]  # by rank
+    medians: list[float | None]  # of the means of all ranks
+    low: list[float | None]  # the lowest mean of a rank in the band
+    high: list[float | None]  # the highest mean of a rank in the band
+    bottom: list[float | None]  # the lowest of all numbers of the ranks in the band
+    top: list[float | None]  # the highest of all numbers of the ranks in the band
+    far_ranks: tuple[Far, ...]  # the ranks outside the band
+    odd: Mapping[int, Odd]  # by rank: its NaN and infinite numbers
 
     @property
     def has_numbers(self) -> bool:
@@ -79,7 +85,7 @@ class Bands:
 
 
 def bands_of(run: RunSeries) -> Bands:
-    """Compare the curves of the ranks in a run."""
+    """Compare the curves of all ranks in a run: put their points into common columns of steps."""
     max_columns = max(MIN_COLUMNS, min(MAX_COLUMNS, COLUMNS_OF_ALL // len(run)))
     begin = min(each.columns[0][0] for each in run.values())
     end = max(each.last_step for each in run.values())
@@ -93,7 +99,7 @@ def bands_of(run: RunSeries) -> Bands:
     medians = [_median(at) for at in zip(*means.values(), strict=True)]
     far_ranks = tuple(_find_far_ranks(run, spread, medians)) if len(run) >= MIN_RANKS else ()
     away = {each.rank for each in far_ranks}
-    # If every rank was far from the median at some step, the band is of all ranks.
+    # Each rank may be far at some step; then no rank is left for the band, which is of all ranks.
     near = [points for rank, points in spread.items() if rank not in away] or [*spread.values()]
     at_once = [[each for each in at if each is not None] for at in zip(*near, strict=True)]
     odd = {rank: numbers for rank in sorted(run) if (numbers := run[rank].odd)}
@@ -111,7 +117,7 @@ def bands_of(run: RunSeries) -> Bands:
 
 
 def _columns(series: Series, begin: float, width: float, columns: int) -> list[CurvePoint | None]:
-    """Put a rank's points into columns, and interpolate the columns between two finite points."""
+    """Put the points of a rank into columns; interpolate empty columns between finite points."""
     by_column: list[CurvePoint | None] = [None] * columns
     point: CurvePoint | None
     for point in series:
@@ -147,7 +153,7 @@ def _find_far_ranks(
     spread: Mapping[int, Sequence[CurvePoint | None]],
     medians: Sequence[float | None],
 ) -> Iterator[Far]:
-    """Yield the ranks that were far from the others in `FAR_COLUMNS` columns in a row or more."""
+    """Yield the ranks that were far from the others in at least `FAR_COLUMNS` columns in a row."""
     means = {rank: [each and each.mean for each in points] for rank, points in spread.items()}
     stretches = dict(_find_stretches(means, medians))
     for rank, (away, is_back) in stretches.items():
@@ -156,7 +162,7 @@ def _find_far_ranks(
         assert last is not None
         others = {other: by_column[away[-1]] for other, by_column in means.items() if other != rank}
         near = [mean for other, mean in others.items() if other not in stretches]
-        # If all other ranks with a number in this column are far too, compare with all of them.
+        # If all other ranks that have a number here are far too, the median is of those ranks.
         if (others_median := _median(near)) is None:
             others_median = _median(others.values())
         assert others_median is not None
@@ -168,7 +174,7 @@ def _find_far_ranks(
 def _find_stretches(
     means: Mapping[int, Sequence[float | None]], medians: Sequence[float | None]
 ) -> Iterator[tuple[int, tuple[list[int], bool]]]:
-    """Yield each far rank, its last columns in a row outside the bound, and whether it is back."""
+    """Yield each far rank, its last columns in a row that are far, and whether it has come back."""
     middle = [each for each in medians if each is not None]
     least = FAR_SHARE * (max(middle) - min(middle)) if middle else 0.0
     bounds = [_bound(at, least) for at in zip(medians, *means.values(), strict=True)]
@@ -185,7 +191,11 @@ def _find_stretches(
 
 
 def _bound(at: Sequence[float | None], least: float) -> float | None:
-    """Return the distance from the median above which a rank is far; None for too few ranks."""
+    """Return the distance from the median above which a rank is far in a column.
+
+    `at` has the median of the column, then the numbers of the ranks.  Return None if fewer than
+    `MIN_RANKS` ranks have a number.
+    """
     middle, *means = at
     distances = [abs(mean - middle) for mean in means if mean is not None and middle is not None]
     if middle is None or len(distances) < MIN_RANKS:
@@ -214,16 +224,16 @@ def shown_name(name: str) -> str:
 
 
 def is_same(low: float | None, high: float | None) -> bool:
-    """Return True if two numbers are equal but for rounding, or if both are None."""
+    """Return True if two numbers are equal except for rounding errors, or if both are None."""
     return low == high or (low is not None and high is not None and math.isclose(low, high))
 
 
 def headline(name: str, curve: Curve, bands: Bands) -> str:
     """Return a curve's newest numbers: `loss median 0.12 · step 99 · 0.11 to 0.13 on 4 ranks`.
 
-    `bands` compare the newest run, the only run shown; the line counts earlier runs.  The numbers
-    are of the last step, or of the last step that all ranks have if it is not much older.  If steps
-    were merged to a point, the line says that its number is a mean.
+    The numbers are of the last step that all ranks have, or, if that step is much older or a rank
+    has NaN, of the last step of any rank.  If several steps were merged to a point, the line says
+    that the number is a mean.  `bands` compare the newest run; the line only counts earlier runs.
     """
     run, earlier = curve.last, len(curve.runs) - 1
     end_of_line = f" · {count(earlier, 'earlier run')}" if earlier else ""
@@ -232,17 +242,18 @@ def headline(name: str, curve: Curve, bands: Bands) -> str:
         return f"{shown_name(name)} · {ranks_text(run)}{end_of_line}"
     last = columns[-1]
     whole = [at for at in columns if all(means[at] is not None for means in bands.means.values())]
-    # A rank without newer numbers has most likely made as many steps, and sends its numbers soon.
+    # A rank that lacks the newest numbers has most likely made these steps, and sends them soon:
+    # take the last step that all ranks have.
     if whole and whole[-1] >= last * 3 / 4 and not bands.odd:
         last = whole[-1]
     end = math.inf
     if last < len(bands.steps) - 1:
         end = (bands.steps[last] + bands.steps[last + 1]) / 2
-    # Compare all ranks that have a number in this column, also ranks outside the band.
+    # The line is about all ranks that have a number in this column, also ranks outside the band.
     compared = [run[rank] for rank, means in bands.means.items() if means[last] is not None]
     points = [series.finite_until(end) for series in compared]
     step = min(point.step for point in points)
-    # Compare the ranks over all steps of the widest point.
+    # A point may hold several steps.  Compare all ranks over the steps of the widest point.
     stop = max(series.end_of(point) for series, point in zip(compared, points, strict=True))
     points = [series.merge_points(step, stop) for series in compared]
     means, merged_count = [each.mean for each in points], max(each.finite for each in points)
@@ -263,7 +274,7 @@ def headline(name: str, curve: Curve, bands: Bands) -> str:
 
 
 def remarks(bands: Bands) -> list[str]:
-    """Return lines about the ranks that have left the band, or have NaN or infinite numbers."""
+    """Return a line for each rank that has left the band, and for ranks with NaN or infinity."""
     lines = []
     for each in bands.far_ranks:
         begin = f"from {'' if each.is_exact else 'about '}step {step_text(each.step)}"
@@ -291,7 +302,7 @@ def odd_text(odd: Odd) -> str:
 
 
 def curves_text(curves: Curves, names: Sequence[str] = ()) -> str:
-    """Write a table of the last run of each curve, or only of the curves of `names`, as text."""
+    """Write the last run of each curve, or only of the curves `names`, as a table of text."""
     chosen = [*names] or [*curves.by_name]
     parts = [_table(name, curves.by_name[name]) for name in chosen]
     return "\n".join([*parts, *([left_out] if (left_out := more_text(curves)) else [])])
@@ -309,7 +320,8 @@ def more_text(curves: Curves) -> str:
 def _table(name: str, curve: Curve) -> str:
     run, bands = curve.last, bands_of(curve.last)
     far_ranks = [each.rank for each in bands.far_ranks]
-    # The lowest and highest numbers are of the ranks in the band, unless all have left the band.
+    # The lowest and highest number are of the ranks in the band.  If every rank is far, the band is
+    # of all ranks, so the titles do not say `others'`.
     others = "others' " if 0 < len(far_ranks) < len(run) else ""
     columns = f"{others}lowest", f"{others}highest", *(f"rank {rank}" for rank in far_ranks)
     rows = [("step", "median", *columns)]
@@ -325,10 +337,14 @@ def _table(name: str, curve: Curve) -> str:
 # --- as a picture, with words in HTML around it --------------------------------------------------
 
 CHART_WIDTH, CHART_HEIGHT = 480, 140  # of a picture, in pixels of a page
-SCALE = 2  # units of a picture in one pixel
+SCALE = 2  # units of a picture's coordinates in one pixel
 
 CHART_REDRAW_INTERVAL, SHARE = 0.5, 20
-"""Curves of a running cell are redrawn after both so many seconds and so many drawing times."""
+"""How often the curves of a running cell are drawn again, at most.
+
+The next drawing begins `CHART_REDRAW_INTERVAL` seconds after the last one began, or later: drawing
+takes no more than about 1/`SHARE` of the time.
+"""
 
 MAX_PICTURES, MAX_CHART_BYTES, MAX_LIVE_CHART_BYTES = 6, 300_000, 40_000
 
@@ -336,13 +352,13 @@ GRID = "rgba(134,142,150,0.27)"
 EXTREMES, BAND = "rgba(47,127,230,0.14)", "rgba(47,127,230,0.3)"
 FAR_COLOURS = ("#e67700", "#be4bdb", "#0ca678", "#f76707")
 
-LARGEST_NUMBER = 8e307  # that is drawn: the difference of two numbers must not overflow
+LARGEST_NUMBER = 8e307  # the largest number that is drawn: differences must not be infinite
 
 Values = Sequence[float | None]
-"""The numbers of a curve, by step; None is a gap."""
+"""The numbers of a curve, one for each step; None is a gap in the curve."""
 
 _TILES = "display:flex;flex-wrap:wrap;column-gap:14px;align-items:flex-end;margin:4px 0"
-TICK_WIDTH = 7  # of a character of the numbers beside a picture, in pixels
+TICK_WIDTH = 7  # pixels of a character in the numbers beside a picture
 
 _TILE = (
     f"flex:1 1 40%;max-width:{CHART_WIDTH + 8 * TICK_WIDTH}px;min-width:240px;"
@@ -351,9 +367,10 @@ _TILE = (
 
 
 def live_curves(curves: Curves, pool: str = "") -> tuple[str, str]:
-    """Return the curves of a running cell as HTML and as text, from the cache if it is recent.
+    """Return the curves of a running cell as HTML and as text.
 
-    For names that are left out the HTML has a command, with `--pool` unless the `pool` is "".
+    If the last drawing is recent, return it again, since drawing takes long.  `pool` is used as in
+    `curves_html`.
     """
     begun = time.monotonic()
     due, version, html, text = curves.drawn
@@ -369,9 +386,10 @@ def live_curves(curves: Curves, pool: str = "") -> tuple[str, str]:
 def curves_html(
     curves: Curves, names: Sequence[str] = (), max_bytes: int = MAX_CHART_BYTES, pool: str = ""
 ) -> str:
-    """Write curves as HTML, of `names` or all: up to `MAX_PICTURES`, in about `max_bytes` bytes.
+    """Write the curves `names`, or all curves, as HTML of about `max_bytes` bytes.
 
-    For names that are left out the HTML has a command, with `--pool` unless the `pool` is "".
+    After `MAX_PICTURES` curves the HTML only says how many names are left out, and which command
+    shows them.  The command has the option `--pool` unless `pool` is "".
     """
     chosen, tiles = [*names] or [*curves.by_name], list[str]()
     for name in chosen[:MAX_PICTURES]:
@@ -385,11 +403,12 @@ def curves_html(
 
 
 def _tile(name: str, curve: Curve, max_bytes: int) -> str:
-    """Write a curve's newest numbers, and a picture if there is one of up to `max_bytes` bytes."""
+    """Write a curve as HTML: its newest numbers, and its picture if that fits in `max_bytes`."""
     bands = bands_of(curve.last)
     title, text = shown_name(name), headline(name, curve, bands)
     newest, step, *ranks = text.removeprefix(title).split(" · ")
-    # A single line would wrap to a second line as soon as its numbers become longer.
+    # The ranks are on a second line: a single line would wrap, and move the picture, as soon as its
+    # numbers become longer.
     head = line(bold(title) + dim(f"{newest} · {step}"))
     head += line(dim(" · ".join(ranks))) if ranks else ""
     colours = FAR_COLOURS[: len(bands.far_ranks)]
@@ -409,9 +428,10 @@ def _tile(name: str, curve: Curve, max_bytes: int) -> str:
 
 
 def with_axes(image: str, numbers: tuple[str, str], steps: tuple[str, str]) -> str:
-    """Put the highest and lowest number left of a picture, and the steps below the picture."""
+    """Add the highest and lowest number to the left of a picture, and two steps below it."""
     top, bottom = numbers
-    # At least as wide as most numbers, so that pictures side by side mostly have equal widths.
+    # The column of numbers is at least as wide as most numbers are, so that pictures side by side
+    # have the same width in most cases.
     width = TICK_WIDTH * max(7, *map(len, numbers)) + 6
     across = f"display:flex;padding-left:{width}px;font-size:11px"
     beside = f"flex:0 0 {width}px;box-sizing:border-box;padding:0 6px 0 0;font-size:11px"
@@ -425,7 +445,11 @@ def with_axes(image: str, numbers: tuple[str, str], steps: tuple[str, str]) -> s
 
 
 def limits(bands: Bands) -> tuple[float, float]:
-    """Return the lowest and highest number to draw: of the band, and of far ranks up to a limit."""
+    """Return the lowest and highest number to draw.
+
+    They are those of the band, or of far ranks.  Each far rank extends the range by at most the
+    height of the band, so that the band stays visible.
+    """
     low = min(each for each in bands.low if each is not None)
     high = max(each for each in bands.high if each is not None)
     room = (high - low) or abs(high) / 10 or 1.0
@@ -439,7 +463,7 @@ def limits(bands: Bands) -> tuple[float, float]:
 
 
 class ChartRange(NamedTuple):
-    """The part of a plane that a picture shows: first and last step, lowest and highest number."""
+    """What a picture shows: the first and last step, and the lowest and highest number."""
 
     begin: float
     end: float
@@ -456,7 +480,7 @@ class ChartRange(NamedTuple):
         return 2 * SCALE + round(share * SCALE * (CHART_HEIGHT - 4))
 
     def parts(self, steps: Sequence[float], values: Values) -> Iterator[list[tuple[int, int]]]:
-        """Yield the parts of a curve between gaps, each as a list of points."""
+        """Yield the parts of a curve between its gaps, each as a list of points in the picture."""
         points = list[tuple[int, int]]()
         for step, value in zip(steps, values, strict=True):
             if value is not None:
@@ -468,7 +492,7 @@ class ChartRange(NamedTuple):
             yield points
 
     def curve(self, steps: Sequence[float], values: Values, colour: str, width: int) -> str:
-        """Draw a curve as a line, with gaps."""
+        """Draw a curve as a line that is interrupted where a number is None."""
         return _stroke("".join(map(_path, self.parts(steps, values))), colour, width)
 
     def band(self, steps: Sequence[float], low: Values, high: Values, colour: str) -> str:
@@ -478,16 +502,16 @@ class ChartRange(NamedTuple):
         return f'<path d="{"".join(areas)}" fill="{colour}"/>'
 
     def marks(self, steps: Iterable[float], colour: str) -> str:
-        """Draw a mark at the lower edge for each step of `steps`."""
+        """Draw a short vertical mark at the lower edge for each of these steps."""
         path = (f"M{self.across(step)} {SCALE * CHART_HEIGHT}v{-8 * SCALE}" for step in steps)
         return _stroke("".join(path), colour, 4 * SCALE)
 
 
 def picture(bands: Bands, frame: ChartRange) -> str:
-    """Draw a run as SVG without text.
+    """Draw a run of all ranks as SVG without text.
 
-    The text beside the picture has the page's own colours, light or dark; the colours of the
-    picture are visible on both.
+    The page may be light or dark: the colours of the picture are visible on both.  Text is added as
+    HTML beside the picture (`with_axes`), since only HTML has the page's own colour of text.
     """
     width, height, steps = CHART_WIDTH * SCALE, CHART_HEIGHT * SCALE, bands.steps
     quarters = (f"M0 {part * height // 4}h{width}" for part in range(5))
@@ -512,7 +536,10 @@ def _stroke(path: str, colour: str, width: int) -> str:
 
 
 def _path(points: Sequence[tuple[int, int]]) -> str:
-    """Return an SVG path through points, by relative moves; a single point is a short line."""
+    """Return an SVG path through points, as relative moves, which are short.
+
+    A single point becomes a line of one unit, since a line without length would be invisible.
+    """
     (x, y), *others = points
     moves = [f"{c - a} {d - b}" for (a, b), (c, d) in pairwise(points)]
     return f"M{x} {y}l{' '.join(moves) if others else '1 0'}"

@@ -1,7 +1,7 @@
-"""The numbers that ranks have tracked, as curves of a bounded number of points.
+"""Keeps the numbers that ranks have passed to `track`, as curves with a bounded number of points.
 
-The notebook's process keeps `Curves` for each cell and for the whole world; `nbdist.output.chart`
-draws them.  Pure: no I/O here.
+The notebook's process keeps `Curves` for each cell, and for the whole world over all cells.
+`nbdist.output.chart` draws them.  Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -20,21 +20,26 @@ from nbdist.output.events import MIN_STEP_WIDTH, OF_POINT, Tracked
 from nbdist.words import one_line
 
 MAX_POINTS, MIN_POINTS, POINTS_OF_ALL = 2_000, 100, 100_000
-"""The most points of a rank's curve, for few and very many ranks, and of all ranks' curves."""
+"""The most points of a curve.
+
+A rank keeps `MAX_POINTS` if there are few ranks.  Many ranks together keep `POINTS_OF_ALL`, but
+each rank keeps at least `MIN_POINTS`.
+"""
 
 MAX_CURVE_NAMES, MAX_RUNS = 64, 8
 
 
 class Series:
-    """The points of a rank in one run; if there are more than `max_points`, neighbours are merged.
+    """The points of one rank in one run; in a run the steps never go back.
 
-    `columns` has an array for each field of `CurvePoint`.  A merged point covers `wide` steps and
-    begins at a multiple of `wide`, so that ranks with equal numbers have equal points.
+    If there are more than `max_points`, neighbours are merged.  A merged point covers `wide` steps
+    and begins at a multiple of `wide`, so that ranks with equal numbers have equal points.
+    `columns` has an array for each field of `CurvePoint`.
     """
 
     def __init__(self, max_points: int) -> None:
         self.columns = tuple(array("d") for _ in range(OF_POINT))
-        self.wide = 0.0  # 0: no points of different steps are merged yet
+        self.wide = 0.0  # steps in a merged point; 0 as long as no points are merged
         self.odd: Odd | None = None
         self._most = max_points
 
@@ -55,22 +60,25 @@ class Series:
         return steps[min(bisect_left(steps, step), len(steps) - 1)]
 
     def finite_until(self, step: float) -> CurvePoint:
-        """Return the last point up to `step` with a finite number, else the next such point."""
+        """Return the last point up to `step` that has finite numbers, else the next such point."""
         finite = self.columns[1]
         end = bisect_right(self.columns[0], step)
         indexes = (at for at in chain(reversed(range(end)), range(end, len(self))) if finite[at])
         return self._point(next(indexes))
 
     def end_of(self, point: CurvePoint) -> float:
-        """Return the next point's step; for the last point, its step plus 1 for each number."""
+        """Return the step before which a point ends, which is the step of the next point.
+
+        After the last point, assume a step for each number that was merged into the point.
+        """
         at = bisect_right(self.columns[0], point.step)
         return self.columns[0][at] if at < len(self) else point.step + point.finite + point.odd
 
     def merge_points(self, begin: float, end: float) -> CurvePoint:
-        """Return the first point from `begin` on and all others before `end`, merged to one point.
+        """Merge the first point from step `begin` on, and all others before step `end`, to one.
 
-        A worker that sends late merges its steps into wider points than others.  Merged over the
-        same steps, the numbers of ranks can be compared.
+        A worker that sends its numbers late merges more steps into a point than other workers do.
+        Numbers of ranks can be compared only if they are merged over the same steps.
         """
         first = bisect_left(self.columns[0], begin)
         points = map(self._point, range(first, max(first + 1, bisect_left(self.columns[0], end))))
@@ -82,7 +90,8 @@ class Series:
     def add(self, point: CurvePoint) -> None:
         """Add a point whose step is not below the last point's step; merge points if necessary."""
         if point.odd:
-            # A worker begins a new point with the first odd number, whose step is `point.step`.
+            # A worker begins a new point at its first odd number (NaN or infinity), so `point.step`
+            # is the step of that number.
             step, numbers, goes_on = self.odd or (point.step, 0, True)
             self.odd = Odd(step, numbers + point.odd, goes_on and not point.finite)
         elif self.odd and self.odd.goes_on:
@@ -101,7 +110,7 @@ class Series:
             self._widen()
 
     def _widen(self) -> None:
-        """Merge neighbours to points of double width, until about half of `max_points` are left."""
+        """Merge neighbouring points until at most about half of the allowed points are left."""
         span = self.last_step - self.columns[0][0]
         least = max(MIN_STEP_WIDTH, span / self._most)
         self.wide = self.wide or 2.0 ** math.ceil(math.log2(least))
@@ -115,7 +124,7 @@ class Series:
 
 
 class Odd(NamedTuple):
-    """The NaN and infinite numbers in a rank's run: the step of the first, and their count.
+    """The count of the odd numbers in a rank's run, which are NaN or infinite, and the first step.
 
     `goes_on` is True as long as no finite number has come after the first odd number.
     """
@@ -151,7 +160,7 @@ class CurvePoint(NamedTuple):
 
 
 RunSeries = dict[int, Series]
-"""The series of each rank in one run, in which steps never go back."""
+"""By rank, the series of one run; a run ends when a rank tracks a smaller step than before."""
 
 
 class Curve:
@@ -163,7 +172,7 @@ class Curve:
     def __init__(self) -> None:
         self.runs: dict[int, RunSeries] = {}
         self._current_runs: dict[int, int] = {}  # by rank: the number of its current run
-        self._last_task = ("", 0)  # the last task, and the newest run when the task began
+        self._last_task = ("", 0)  # the last task's id, and the newest run when the task began
 
     @property
     def last(self) -> RunSeries:
@@ -171,7 +180,11 @@ class Curve:
         return self.runs[max(self.runs)]
 
     def add_points(self, rank: int, task_id: str, points: Iterable[CurvePoint], ranks: int) -> None:
-        """Add points of a rank; with very many `ranks` in all, each rank keeps fewer points."""
+        """Add points of a rank.
+
+        The rank's first points belong to the run that was the newest when the task began.  If there
+        are very many `ranks` in all, each rank keeps fewer points.
+        """
         if task_id != self._last_task[0]:
             self._last_task = task_id, max(self.runs, default=0)
         max_points = min(MAX_POINTS, max(MIN_POINTS, POINTS_OF_ALL // max(1, ranks)))
@@ -189,24 +202,29 @@ class Curve:
 
 
 class Curves:
-    """The curves by name; `more` are names beyond `MAX_CURVE_NAMES`, whose numbers are dropped."""
+    """The curves of up to `MAX_CURVE_NAMES` names.
+
+    `more` has all further names; their numbers are dropped.
+    """
 
     def __init__(self) -> None:
         self.by_name: dict[str, Curve] = {}
         self.more: dict[str, None] = {}
         self.version = 0
-        self._first_steps: dict[str, tuple[str, int]] = {}  # by name: a task, and its first step
+        self._first_steps: dict[str, tuple[str, int]] = {}  # by name: a task's id, its first step
         self._step_counts: dict[str, int] = {}  # by name: the number of steps counted in all tasks
         self.drawn = 0.0, -1, "", ""  # cache: time of the next drawing, version, HTML, text
 
     def with_continued_steps(self, task_id: str, tracked: Tracked) -> Tracked:
-        """Return `tracked` with its counted steps moved behind the steps of earlier tasks.
+        """Return `tracked`, but with counted steps that continue the steps of earlier tasks.
 
-        A task counts steps from 0, but a curve of several tasks must not begin again.
+        If a name is tracked without a step, each task counts the steps from 0.  A curve of several
+        tasks must not begin at 0 again, so the number of earlier steps is added.
         """
         curves = dict(tracked.curves)
         for name, counted in tracked.counted.items():
-            # Numbers that a thread tracks after its task (id "") continue the steps of that task.
+            # If a thread goes on tracking after its task, the task id is "": the steps continue the
+            # steps of that task.
             if name not in self._first_steps or task_id not in ("", self._first_steps[name][0]):
                 self._first_steps[name] = task_id, self._step_counts.get(name, 0)
             first = self._first_steps[name][1]
@@ -239,9 +257,9 @@ class Curves:
         )
 
     def table(self, name: str) -> Any:
-        """Return the curve of a name as a pandas DataFrame with a row for each step of a run.
+        """Return the curve of a name as a pandas DataFrame with a row for each step of each run.
 
-        Raises UsageError if the name has no curve, or pandas is not installed.
+        Raises UsageError if the name has no curve, or if pandas is not installed.
         """
         curve = self.find_curve(name)
         try:

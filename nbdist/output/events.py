@@ -1,7 +1,7 @@
 """The types of the outputs of a rank, such as `Text`, `Display`, `Failure` and `Done`.
 
-A worker's agent makes outputs, mostly from the worker's Jupyter messages and the text that the
-worker writes, and sends the outputs to the notebook, whose `Transcript` collects them.
+The agent of a machine makes these outputs, mostly from the Jupyter messages of its workers and from
+the text that they print.  It sends the outputs to the notebook, whose `Transcript` collects them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Output that was dropped because the notebook was too slow; its text is only in the log."""
+    """The amount of output that the agent dropped because the notebook read too slowly.
+
+    Text that was dropped is still in the rank's log file; displays that were dropped are lost.
+    """
 
     characters: int
     lines: int
@@ -46,10 +49,10 @@ class Skipped:
 
 
 def plain_of(data: MimeBundle) -> str:
-    """Return a text for a bundle, mostly its text/plain.
+    """Return the text that stands for a display in a terminal, in most cases its text/plain.
 
-    If the text/plain is empty, or only the name of a class of IPython, return the bundle's source,
-    such as Markdown.  Without such a source, return the mime types instead of an empty text.
+    If text/plain is empty, or only names a class of IPython, return the display's source instead,
+    such as Markdown.  If there is no such source, return text/plain, or the mime types if empty.
     """
     text = text_of(data.get("text/plain", ""))
     if text and not _NAME_OF_A_CLASS.fullmatch(text):  # unlike for `display(Markdown("**done**"))`
@@ -61,7 +64,10 @@ def plain_of(data: MimeBundle) -> str:
 
 
 def text_of(value: object) -> str:
-    """Return a mime value as one string: the value is a string, lines, or JSON, cut if long."""
+    """Return the content of one mime type as a string.
+
+    A list of lines is joined.  Other JSON is written as text, and cut if it is long.
+    """
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
         return "".join(value)
     if isinstance(value, dict | list):
@@ -71,7 +77,10 @@ def text_of(value: object) -> str:
 
 
 class Display(NamedTuple):
-    """A figure, a table, HTML: `display(x)`, or the value of the last expression."""
+    """Rich output, such as a figure or a table, of `display(x)` or of a cell's last expression.
+
+    `data` has the content by mime type.  `is_result` is True for the value of a last expression.
+    """
 
     data: MimeBundle
     metadata: MimeBundle
@@ -80,7 +89,7 @@ class Display(NamedTuple):
 
 
 def model_of(display: Display) -> str:
-    """Return the id of the model if the display shows a widget, else ""."""
+    """Return the id of the widget's model if a display shows a widget, else ""."""
     view = display.data.get(WIDGET)
     return str(view.get("model_id", "")) if isinstance(view, Mapping) else ""
 
@@ -100,12 +109,12 @@ class Clear(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """An exception of the rank, which mostly ended the cell; `traceback` has ANSI colours.
+    """An exception that was raised on the rank, and that has in most cases ended the cell there.
 
-    `kinds` are the class and its bases, as `module:qualified.name`.  `connections` is "ended" if
-    the connections to other ranks were closed because collectives were aborted or a rank died, and
-    "timed out" if gloo closed them after a collective's timeout.  After an error for lack of memory
-    the lines of `account` say what used the memory.
+    `traceback` has ANSI colours.  `kinds` are the exception's class and its bases, as
+    `module:qualified.name`.  `connections` is "ended" if the connections to other ranks were closed
+    because collectives were aborted or a rank died, and "timed out" if gloo closed the connections
+    after a collective's timeout.  If memory ran out, the lines of `account` say what used it.
     """
 
     name: str
@@ -118,10 +127,10 @@ class Failure(NamedTuple):
 
 
 NAME_PROBLEM, SCRIPT_FAILED, LEFT_DEBUGGER = "VariableError", "ScriptFailed", "BdbQuit"
-"""Names of failures without an exception of the user's code.
+"""The `Failure.name` of failures that no exception in the user's code has caused.
 
-A variable could not be bound or fetched, a script exited with a code that is not 0, or the user
-left the debugger, which ends the task.
+In this order: a variable could not be bound or fetched; a script exited with a code that is not 0;
+the user left the debugger, which ends the task.
 """
 
 IGNORES_STOP = "it ignored Stop"
@@ -133,8 +142,8 @@ class Died(NamedTuple):
 
     `exit_code` is negative for a signal, and None if not known, as on a lost machine.  `last_lines`
     are the last lines that the process wrote.  `why` says why the agent killed the process, or that
-    the machine is lost, else "".  `received_too_much` is True if gloo ended the process, since a
-    message had more bytes than the rank's tensor holds.
+    the machine is lost, else "".  `received_too_much` is True if gloo ended the process because
+    another rank sent more bytes than the tensor of this rank holds.
     """
 
     exit_code: int | None
@@ -168,9 +177,9 @@ class Incomplete(NamedTuple):
     """Variables that may hold a part of the result of an aborted collective.
 
     `line` is the line of the cell that called the collective, 0 if no cell did, as in a script.
-
-    `parts` are pairs of a part, "" for all, and the variable's name: ("gradients", "model").  The
-    name is "" if no variable is known to hold the tensor.
+    Each pair in `parts` names a part of a variable and the variable: ("gradients", "model").  The
+    part is "" for the whole variable.  The variable's name is "" if no variable is known to hold
+    the tensor.
     """
 
     operation: str
@@ -182,44 +191,36 @@ class Incomplete(NamedTuple):
 class Done:
     """The rank has finished the task after `seconds`; only late output can follow.
 
-    `bound` are the names that the task bound.  `imported` are the names of modules, functions and
-    classes among them, with the path to import each from: `numpy`, `torch.nn:Linear`, or "" if an
-    import would not give the object.  `gone` are the names that the task deleted.  `values` is a
-    `Payload` of the values that the notebook asked for, or of the contents of the exception.  From
-    worker to agent `failure` is the error that ended the task, and `error_number` the number of the
-    message with its traceback, 0 if none was sent.  `changed` names files of imported modules that
-    were edited after their import.  `received` is False if the task ended before the rank had bound
-    the names sent with the task.  `kept` is the size in bytes of a last value that the rank keeps,
-    0 for a last value that is neither kept nor sent, and else None.  `kinds` has the kinds of
-    modules, optimizers and tensors (see `nbdist.values.payload`).  `covered` are names that every
-    worker defines, such as `rank`, and that the task has bound to another value.  `unfit` says why
-    the agent must kill the process, or is "".  `dead` are the keys of the notebook's objects that
-    have ended on the rank, and `lost` the keys of such objects that the rank had changed.  `gained`
-    are the keys of objects that the rank received from another rank or read from a file.  `steps`
-    counts the optimizer steps begun; `is_in_step` is True if the last step has not ended.
-    `incomplete` names the variables that an aborted collective has partly written.
+    `failure`, `error_number` and `unfit` are for the agent, all other fields for the notebook.
     """
 
     status: Literal["ok", "error", "aborted"]
     seconds: float
-    bound: frozenset[str] = frozenset()
+    bound: frozenset[str] = frozenset()  # the names that the task has bound
+    # The modules, functions and classes among the bound names, each with its import path, such as
+    # `numpy` or `torch.nn:Linear`.  The path is "" if an import would not give the same object.
     imported: Mapping[str, str] = field(default_factory=dict)
+    # A `Payload` of the values that the notebook asked for, or of the contents of the exception.
     values: object = None
-    failure: Failure | None = None
-    error_number: int = 0
-    changed: tuple[str, ...] = ()
-    gone: frozenset[str] = frozenset()
-    received: bool = True
+    failure: Failure | None = None  # the error that ended the task
+    error_number: int = 0  # of the message with the error's traceback, 0 if none was sent
+    changed: tuple[str, ...] = ()  # files of imported modules, edited since their import
+    gone: frozenset[str] = frozenset()  # the names that the task has deleted
+    received: bool = True  # False if the task ended before the names sent with it were bound
+    # The bytes of a last value that the rank keeps, 0 for a last value that is neither kept nor
+    # sent, and else None.
     kept: int | None = None
+    # The kinds of modules, optimizers and tensors, by name; see `nbdist.values.payload`.
     kinds: Mapping[str, int] = field(default_factory=dict)
+    # The names that each worker defines, such as `rank`, and that the task has bound otherwise.
     covered: frozenset[str] = frozenset()
-    unfit: str = ""
-    dead: tuple[int, ...] = ()
-    lost: tuple[int, ...] = ()
-    gained: tuple[int, ...] = ()
-    steps: int = 0
-    is_in_step: bool = False
-    incomplete: Incomplete | None = None
+    unfit: str = ""  # the reason why the agent must kill the process
+    dead: tuple[int, ...] = ()  # keys of notebook objects whose counterparts no longer exist here
+    lost: tuple[int, ...] = ()  # keys of such counterparts that this rank had changed
+    gained: tuple[int, ...] = ()  # keys of objects that came from another rank or from a file
+    steps: int = 0  # optimizer steps that have begun
+    is_in_step: bool = False  # True if the last step has not ended
+    incomplete: Incomplete | None = None  # variables that an aborted collective wrote in part
 
     @property
     def made(self) -> frozenset[str]:
@@ -228,7 +229,7 @@ class Done:
 
 
 class Record(NamedTuple):
-    """A formatted record of a logger in the worker; `created` is its time in seconds since 1970."""
+    """A record of Python's `logging` in a worker; `created` is its time in seconds since 1970."""
 
     host: str
     local_rank: int
@@ -248,7 +249,10 @@ class Record(NamedTuple):
 
 
 class InputRequest(NamedTuple):
-    """The rank waits for a typed line: `input()`, `getpass()`; the reply has the same number."""
+    """The rank waits for a line that the user types, as in `input()` or `getpass()`.
+
+    The reply to the rank has the same `number`.
+    """
 
     number: int
     prompt: str
@@ -257,7 +261,7 @@ class InputRequest(NamedTuple):
 
 
 class ItemsWanted(NamedTuple):
-    """The rank asks for items of `World.map`; the reply has the same number.
+    """The rank asks for more items of `World.map`; the reply has the same `number`.
 
     `outcomes` has the outcome of each item that was done since the last request.  If the outcomes
     are big, a rank sends a request before it has done all of its items.
@@ -270,8 +274,8 @@ class ItemsWanted(NamedTuple):
 class ItemOutcome(NamedTuple):
     """The outcome of an item of `World.map`: its result, or the exception of the function.
 
-    `item` counts the items from 0.  `values` is a `Payload` of the result, or of the contents of
-    the exception; None if the result could not be sent.
+    `item` is the index of the item, from 0.  `values` is a `Payload` of the result, or of the
+    contents of the exception; None if the result could not be sent.
     """
 
     item: int
@@ -307,11 +311,14 @@ class TransferProgress(NamedTuple):
 
 
 class Tracked(NamedTuple):
-    """Numbers that the rank has tracked, by name: `OF_POINT` numbers for each point of a curve.
+    """Numbers that the rank has passed to `track`, as points of curves.
 
-    A point is its step, the count of finite numbers merged into it, the lowest and the highest of
-    them, their mean, and the count of other numbers (NaN, infinity).  The steps of names in
-    `counted` are calls of `track` in the task; `counted` has the number of calls so far.
+    `curves` has the points of each name as a flat tuple, `OF_POINT` numbers for each point: the
+    step, the count of finite numbers merged into the point, their lowest, their highest, their
+    mean, and the count of other numbers (NaN, infinity).
+
+    If a name was tracked without a step, the steps count its calls in the task, and `counted` has
+    the number of calls so far.
     """
 
     curves: Mapping[str, tuple[float, ...]]
@@ -327,20 +334,23 @@ class Warned(NamedTuple):
 OF_POINT = 6
 
 MAX_STEP = 2e18
-"""The largest step of `track`: a time in ns is less, and the difference of steps fits 64 bits."""
+"""The largest step that `track` accepts.
+
+It is above the time in nanoseconds since 1970, and the difference of two steps fits in 64 bits.
+"""
 
 MIN_STEP_WIDTH = 1e-9
-"""The least width of a point of merged steps, so that a step divided by a width is finite."""
+"""The least width of a merged point in steps: a step divided by a smaller width may be infinite."""
 
 MOVED_TYPE, RECORD_TYPE = "nbdist_moved", "nbdist_record"
 TRACKED_TYPE, WARNED_TYPE = "nbdist_tracked", "nbdist_warned"
-"""Types of Jupyter messages with a `TransferProgress`, a `Record`, a `Tracked` or a `Warned`."""
+"""Types of Jupyter messages that carry a `TransferProgress`, `Record`, `Tracked` or `Warned`."""
 
 TOPIC = b"nbdist"
-"""The topic that an agent subscribes to, and that workers give to the messages for the agent."""
+"""The ZeroMQ topic of messages from workers to their agent, which subscribes to it."""
 
 Visible = Text | Skipped | Display | DisplayUpdate | Clear | Failure
-"""Outputs that people see."""
+"""Outputs that change what a panel shows as printed lines, displays or an error."""
 
 RankError = Failure | Died
 """An exception, or the exit of the process, that ended a task on a rank."""
@@ -363,11 +373,17 @@ OF_EACH, OF_VALUE = 100, 32
 """Characters that `size_of` adds for most outputs, and for each number or key of JSON."""
 
 NUMBERS = frozenset((int, float, type(None)))
-"""Types that JSON figures have very many of; None is a gap in a figure."""
+"""Types of list items that are counted all at once, since the JSON of a figure has very many.
+
+None is a gap in a curve.
+"""
 
 
 def size_of(output: Output) -> int:
-    """Return about how many characters an output has; 0 for a `Done` and other uncounted kinds."""
+    """Return about how many characters an output has, to bound the memory of queued outputs.
+
+    Return 0 for outputs that are never dropped, such as `Done`.
+    """
     match output:
         case Text(text=text):
             return len(text)
@@ -390,7 +406,7 @@ def size_of(output: Output) -> int:
 
 
 def _length(value: object) -> int:
-    length, waiting = 0, [value]  # no recursion, since JSON may be nested to any depth
+    length, waiting = 0, [value]  # a loop: deeply nested JSON would exceed Python's recursion limit
     while waiting:
         match waiting.pop():
             case str(text):
@@ -399,7 +415,7 @@ def _length(value: object) -> int:
                 length += OF_VALUE * len(mapping)
                 waiting.extend(mapping.values())
             case list(values):
-                # Figures have very many numbers, so all are counted at once.
+                # A step of the loop for each of a figure's many numbers would be slow.
                 others = [each for each in values if type(each) not in NUMBERS]
                 length += OF_VALUE * (len(values) - len(others))
                 waiting.extend(others)

@@ -1,7 +1,7 @@
-"""Tells whether outputs or errors of two ranks are alike; parses progress bars.
+"""Computes digests by which outputs and errors of ranks are compared; parses progress bars.
 
-Alike outputs differ only in parts that may differ between ranks, such as addresses and devices.
-Pure: no I/O here.
+Outputs are alike if they differ only in parts such as addresses and devices, which are different on
+each rank.  `Transcript` and `Screen` call these functions.  Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ TIME = (
 )
 """A time of day as loggers write it, maybe with a date, and with the process id that torch adds.
 
-A colour code, which ends with a digit and `m`, may stand right before it.
+A colour code may precede the time: the pattern also allows a digit and `m` right before the time.
 """
 
 _TIME = re.compile(TIME)
-# A search for `_PART_OF_TIME` is fast, since the pattern begins with a fixed character.  A time can
-# begin `_BEFORE_PART` characters before.
+# Times are found by a search for `_PART_OF_TIME`, which is fast since it begins with a fixed
+# character.  The whole time begins 13, 8 or 2 characters before: with a date, with a short date as
+# torch writes it (`E0314 `), or without a date.
 _PART_OF_TIME, _BEFORE_PART = re.compile(r":\d\d:\d\d"), (13, 8, 2)
 
 _VARIES = re.compile(
@@ -36,27 +37,27 @@ _VARIES = re.compile(
     r"|(?P<nccl>:)\d+:\d+ \[\d+\](?= NCCL)"
 )
 _HINTS = ("0x", "cuda:", "xpu:", "npu:", "hpu:", "mps:", "GPU ", "pid", "PID", "rocess", " NCCL")
-# Placeholders for varying parts and for times begin with `_MARK`; a `_MARK` in a text is doubled.
+# Placeholders for varying parts and for times begin with `_MARK`.  If a text itself has this
+# character, it is doubled, so that the text cannot be equal to a text with placeholders.
 _MARK, _PLACEHOLDER, _OF_TIME = "\0", "\0n", "\0t"
 _ERROR_OF_GROUP = re.compile(r"^ *(?:\| *)+[A-Za-z_][\w.]*: .+", re.MULTILINE)
 """A row `    | ValueError: rank 3 has no shard` in the traceback of an exception group."""
 _CELL_LINE = re.compile(r"Cell In\[\d+\], line (\d+)")
-# A longer error text is compared literally, which is faster.
+# A longer error text is compared without placeholders, which would take too long.
 _MAX_COMPARED = 100_000
 
 
 def normal(text: str) -> str:
-    """Replace addresses, devices and process ids, which may differ between alike ranks."""
-    # Most text has no such part, and `in` is far faster than a search.
+    """Replace addresses, devices and process ids by placeholders, so that alike texts are equal."""
     if _MARK in text:
         text = text.replace(_MARK, 2 * _MARK)
-    if not any(hint in text for hint in _HINTS):
+    if not any(hint in text for hint in _HINTS):  # in most texts: `in` is faster than a search
         return text
     return _VARIES.sub(lambda match: f"{match[match.lastgroup or 0]}{_PLACEHOLDER}", text)
 
 
 def may_have_time(text: str) -> bool:
-    """Return False only if the text has no time of day; a fast check, whose True may be wrong."""
+    """Return False if the text surely has no time of day, and True if a slower search is needed."""
     return _PART_OF_TIME.search(text) is not None
 
 
@@ -83,9 +84,10 @@ def without_times(text: str) -> str:
 
 
 class OutputDigests(NamedTuple):
-    """Two digests of an output: `same` is equal on two ranks whose outputs are the same.
+    """Two digests of an output, to compare it with the output of another rank.
 
-    Times of day may differ; for `alike` also the parts that `normal` replaces may differ.
+    `same` is equal if the outputs differ in nothing except times of day.  `alike` is equal also if
+    they differ in addresses, devices and process ids (`normal`).
     """
 
     alike: bytes
@@ -98,11 +100,11 @@ class Digest:
     __slots__ = ("_hashes",)
 
     def __init__(self) -> None:
-        # For `OutputDigests.alike`, for `OutputDigests.same`, and for the origins of lines.
+        # For `OutputDigests.alike`, for `OutputDigests.same`, and for the streams of lines.
         self._hashes = [hashlib.blake2b(digest_size=16) for _ in range(3)]
 
     def add(self, text: str, origins: bytes = b"") -> None:
-        """Add the next lines; `origins` has a byte for each line (stdout or stderr)."""
+        """Add the next lines; each byte of `origins` says whether a line is of stdout or stderr."""
         alike, same, of_origins = self._hashes
         timeless = without_times(text)
         alike.update(_bytes(normal(timeless)))
@@ -134,11 +136,17 @@ def key_of(text: str) -> OutputDigests:
 
 
 WITHOUT_REFERENCES = 2
-"""A version of marshal's format that writes no references, in which equal JSON could differ."""
+"""The version of marshal's format that writes a repeated object again, instead of a reference.
+
+References depend on which parts are the same object, so equal JSON could be written differently.
+"""
 
 
 def content_key(data: MimeBundle) -> bytes:
-    """Return a hash of a display's content, fast as content may be large; valid in this process."""
+    """Return a hash of a display's content, by Python's `hash`, which is fast for large content.
+
+    Python salts this `hash`, so the result can only be compared within this process.
+    """
     keys = []
     for kind, value in sorted(data.items()):
         is_text = isinstance(value, str)
@@ -150,21 +158,23 @@ def content_key(data: MimeBundle) -> bytes:
 def error_keys(rank: int, error: RankError | None) -> tuple[str, ...]:
     """Return texts by which errors are compared: two errors are alike if they share a text.
 
-    An exception has two texts: the first keeps the rank's number, the second has a placeholder
-    instead.  So errors are alike if ranks 3 and 5 both say "5 shards", or each its own number.
+    An exception has two texts: in the second, a placeholder replaces the number of its own rank.
+    So the errors of ranks 3 and 5 are alike if both say "5 shards", but also if rank 3 says
+    "shard 3" and rank 5 says "shard 5".
     """
     if not isinstance(error, Failure):
         return (f"died {error.exit_code}" if error else "",)
     place, message = _place(error), _compared(error.message)
     number = re.compile(rf"(?<!\d)(?<!\d\.){rank}(?!\d|\.\d| sub-exception)")
-    # The messages of an exception group's errors are in its traceback.
+    # The traceback of an exception group contains the messages of its errors, which may have the
+    # number of the rank too.
     own_place = _ERROR_OF_GROUP.sub(lambda match: number.sub(_PLACEHOLDER, match[0]), place)
     with_placeholder = f"{own_place}\n{error.name}: {number.sub(_PLACEHOLDER, message)}"
     return f"{place}\n{error.name}: {message}", with_placeholder
 
 
 def cell_line_of(failure: Failure) -> int:
-    """Return the cell's line that ran when the error was raised; 0 if the traceback has none."""
+    """Return the number of the cell's line that led to the error; 0 if the traceback has none."""
     match = _CELL_LINE.search(strip("\n".join(failure.traceback)))
     return int(match[1]) if match else 0
 
@@ -172,8 +182,8 @@ def cell_line_of(failure: Failure) -> int:
 def _place(failure: Failure) -> str:
     """Return the traceback for a comparison, without the message unless the message is very long.
 
-    Stop hits ranks at random places in libraries, so of a KeyboardInterrupt only the cell's own
-    lines count.
+    Stop interrupts ranks at random places in libraries, so only the cell's own lines of the
+    traceback of a KeyboardInterrupt are compared.
     """
     text = "\n".join(failure.traceback)
     if failure.name == "KeyboardInterrupt":
@@ -203,10 +213,10 @@ NUMBER = (
 # --- parsing progress bars ---------------------------------------------------------------------
 
 BAR_SIGNS = ("%|", "it/s", "s/it", "━━━━━", "[=====")
-"""Nearly all bars have one of these signs, and little other text has: a check before parsing."""
+"""Signs of which nearly every bar has one and few other texts have any: checked before parsing."""
 
 LONGEST_BAR = 2000
-"""Characters of a row; a longer row is no progress bar."""
+"""The most characters of a row that can be a progress bar."""
 
 _SIGNS = ("%", "/", "[", "━", " of ")
 _NUMBER = r"\d[\d,]*(?:\.\d+)?"
@@ -222,13 +232,13 @@ _BAR_WITHOUT_TOTAL = re.compile(
     rf"{_TIMES}(?:,\s*(?P<rest>.*))?\]"
 )
 _BRACKET = re.compile(r"[\[\]]")
-# The amount in a bar of tqdm, and the bracket that opens before the times.
+# In a bar of tqdm: the amount done, and the bracket that opens before the times.
 _METER = re.compile(r"(?:^|\|\s*|\s)\d[\w,.]*(?:/[\w,.?]+)? ?[A-Za-z]* ?\[(?=\d+:\d\d)")
 _FASTPROGRESS = re.compile(
     rf"(?P<name>[^|]*?)\s*\|[^|]*\|\s*(?P<percent>[\d.]+)%\s*\[(?P<done>{_AMOUNT})/"
     rf"(?P<total>{_AMOUNT})\s+(?P<elapsed>[\d:]+)<(?P<remaining>[\d:?]+)(?P<rest>[^\]]*)\]"
 )
-# A drawn bar of five or more signs: as of rich, in brackets as of Keras, or such as `█`.
+# Five or more signs that draw a bar: lines as in rich, signs in brackets as in Keras, or blocks.
 _DRAWN = re.compile(r"[━╸╺]{5,}[━╸╺ ]*|[\[|][=#>.\-█▉▊▋▌▍▎▏░▒▓ ]{5,}[\]|]|[█▉▊▋▌▍▎▏░▒▓]{5,}")
 _PERCENT = re.compile(rf"(?<![\w.]){_NUMBER}\s?%")
 _COUNTS = re.compile(
@@ -242,10 +252,11 @@ _SEPARATORS = " \t:-•|·"
 
 
 class Bar(NamedTuple):
-    """A progress bar; `other_text` is the other text of the bar's line, and times are in seconds.
+    """A progress bar as parsed from a line; times are in seconds.
 
     `done` and `total` are as they were written ("1.2G"), or "" if the line did not have them.
     `fraction` is between 0 and 1, or None if neither a total nor a percentage is known.
+    `other_text` is the text of the line that is none of these fields, such as tqdm's postfix.
     """
 
     name: str = ""
@@ -273,21 +284,22 @@ class Bar(NamedTuple):
 
     @property
     def time_left(self) -> float | None:
-        """The remaining seconds that the bar shows, else an estimate by the bar's pace, or None."""
+        """The remaining seconds that the bar shows, else an estimate from its pace, else None."""
         if self.remaining is None and self.fraction and self.elapsed is not None:
             return self.elapsed * (1 - self.fraction) / self.fraction
         return self.remaining
 
     @property
     def position(self) -> float:
-        """The fraction, else the amount done as a number: to compare with other ranks' bars."""
+        """The fraction done, or, if it is unknown, the amount done: to compare bars of ranks."""
         return number_of(self.done) if self.fraction is None else self.fraction
 
 
 def read_bar(text: str, *, is_edited: bool = False) -> Bar | None:
     """Parse a line as a progress bar; None if the line is no bar.
 
-    A bar in another form than tqdm's must be drawn, unless its line was written over (`is_edited`).
+    If the line does not have the form of tqdm's bars, it counts as a bar only if it contains a
+    drawing such as `[====>   ]`, or if its characters were overwritten (`is_edited`).
     """
     if len(text) > LONGEST_BAR or not any(sign in text for sign in _SIGNS):
         return None
@@ -301,9 +313,9 @@ def read_bar(text: str, *, is_edited: bool = False) -> Bar | None:
 def read_row(text: str, *, is_edited: bool) -> Bar | None:
     """Parse a row of a terminal as a progress bar that fills the row; None if it is no such bar.
 
-    A bar in another form than tqdm's must have been written over (`is_edited`), since people print
-    lines that look like bars.  Such a bar must also be finished if its row has other text, which
-    may be a line that was printed behind the bar.
+    A row that does not have the form of tqdm's bars counts as a bar only if it was overwritten
+    (`is_edited`), since people also print lines that look like bars.  If such a row has other text
+    too, the bar must be finished, since the text may have been printed behind a running bar.
     """
     if len(text) > LONGEST_BAR or not any(sign in text for sign in BAR_SIGNS):
         return None
@@ -318,7 +330,7 @@ def read_row(text: str, *, is_edited: bool) -> Bar | None:
 
 
 def end_of_bar(text: str) -> int:
-    """Return the index of text that a program printed behind a bar of tqdm; 0 for no such text."""
+    """Return the index at which text behind a bar of tqdm begins; 0 if there is no such text."""
     begins = _METER.search(text)
     if begins is None:
         return 0
@@ -329,16 +341,16 @@ def end_of_bar(text: str) -> int:
 
 
 def is_cut(text: str) -> bool:
-    """Return True if the text has a bar of tqdm that was cut before its closing bracket.
+    """Return True if the text has a bar of tqdm without its closing bracket.
 
-    tqdm cuts a bar that is wider than its line; other text may follow the cut bar.
+    tqdm cuts a bar that is wider than the line.  Other text may follow the cut bar.
     """
     begins = _METER.search(text)
     return begins is not None and not _end_of_brackets(text, begins.end())
 
 
 def _end_of_brackets(text: str, start: int = 0) -> int:
-    """Return the index after the bracket that closes one opened before `start`; 0 if none does."""
+    """Return the index after the `]` that closes a `[` before `start`; 0 if nothing closes it."""
     depth = 1
     for bracket in _BRACKET.finditer(text, start):
         depth += 1 if bracket[0] == "[" else -1
@@ -373,11 +385,14 @@ def _from_tqdm(match: re.Match[str]) -> Bar | None:
 
 
 def _from_any(plain: str, drawn: re.Match[str] | None) -> Bar | None:
-    """Parse the columns of a bar in any order; `drawn` is the drawn bar itself, if any."""
+    """Parse a bar of any library, whose columns may be in any order.
+
+    `drawn` is the drawing in the bar, such as `[====>   ]`, if any.
+    """
     left, right = (plain[: drawn.start()], plain[drawn.end() :]) if drawn else (plain, "")
     remainder = f"{left}\0{right}"
-    # Counts left of the drawn bar belong to the name, as in Lightning's "Epoch 0/1", if there are
-    # other counts on its right.
+    # If there are counts such as `3/10` on both sides of the drawing, the left ones belong to the
+    # name, as in Lightning's "Epoch 0/1".
     counts = _COUNTS.search(right) or _COUNTS.search(left)
     percent = _PERCENT.search(remainder)
     if counts and not 0 <= number_of(counts["done"]) <= number_of(counts["total"]):
@@ -398,9 +413,9 @@ def _from_any(plain: str, drawn: re.Match[str] | None) -> Bar | None:
 
 
 def _without_times(text: str, *, is_finished: bool) -> tuple[str, float | None, float | None]:
-    """Replace times by null characters; return the text, and the elapsed and remaining seconds.
+    """Replace a bar's times by null characters; also return the elapsed and remaining seconds.
 
-    A single time is the remaining time, or the elapsed time if the bar is finished.
+    If there is only one time, it is the remaining time, or the elapsed time of a finished bar.
     """
     clocks = [*_CLOCK.finditer(text)][:2]
     if not clocks and "\0" in text:
@@ -414,7 +429,10 @@ def _without_times(text: str, *, is_finished: bool) -> tuple[str, float | None, 
 
 
 def fraction_of(done: str, total: str, percent: float | None) -> float | None:
-    """Return done / total, else the fraction `percent`, at most 1; None if both are unknown."""
+    """Return `done / total`, or `percent` if the total is unknown, at most 1; else None.
+
+    `percent` is a fraction between 0 and 1, in spite of its name.
+    """
     whole = number_of(total)
     if whole > 0:
         return min(1.0, number_of(done) / whole)
@@ -438,7 +456,7 @@ def seconds_of(text: str) -> float | None:
 
 
 def clock_text(seconds: float) -> str:
-    """Write `00:12`, `1:02:03`, as bars do."""
+    """Write seconds as progress bars do: `00:12`, or `1:02:03` from an hour on."""
     minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes:02}:{remainder:02}"

@@ -1,7 +1,7 @@
 """Writes panels as HTML, with all parts that the layout has put into a panel.
 
-The notebook's display calls `panel_html`, and shows `page_only_displays` below the panel.  Pure: no
-I/O here.
+In the notebook's process `PanelDisplay` calls `panel_html`.  Displays that a panel cannot embed
+(`page_only_displays`) are shown below the panel.  Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ from nbdist.output.wording import clip
 from nbdist.words import count, format_ranks, name_ranks
 
 FOOT_SECONDS = 10
-"""Seconds without a new drawing, as in a reloaded page, after which a panel's foot appears."""
+"""The seconds without a new drawing after which a panel's foot says when it was last updated.
+
+A panel is no longer drawn in a page that was reloaded while the cell runs.
+"""
 
 _COLOURS: dict[DisplayState, str] = {
     "waiting": GREY,
@@ -59,19 +62,21 @@ _COLOURS: dict[DisplayState, str] = {
     "stopped": GREY,
     "aborted": GREY,
 }
-# As wide as the triangle that opens a finished block; blocks of a running cell have no triangle.
+# As wide as the triangle in the title of a finished block.  The blocks of a running cell have no
+# triangle, and their titles must not move when the cell ends.
 _TITLE = "padding-left:1.1em"
 _LONGEST_LAST = 80
-_LONGEST_RANKS = 24  # characters of the ranks beside a line; more of them may take several lines
+_LONGEST_RANKS = 24  # characters of the ranks beside a line; a longer text may wrap
 _HEAD, _FOOT = "display:flex;column-gap:14px", "flex:1 1 0%;min-width:0"
 _SQUARE = (
     "display:inline-block;min-width:19px;border-radius:3px;margin:1px 0;padding:0 2px;"
     "text-align:center"
 )
-# The spaces between squares are for pages that drop styles; here they are made narrow.
+# Spaces separate the squares on pages that drop styles.  On other pages this style makes the spaces
+# narrow.
 _SQUARES = "color:#ffffff;font-size:10px;line-height:1.5;margin:2px 0;word-spacing:-4px"
 _VALUE = "padding:1px 12px 1px 0;border:none;vertical-align:top;text-align:left;line-height:1.4"
-# The reversed column scrolls the box to its end, where the newest lines are.
+# A browser scrolls a reversed column to its end, where the newest lines are.
 _TALL = "display:flex;flex-direction:column-reverse;max-height:546px;overflow:auto"
 
 
@@ -96,7 +101,7 @@ def panel_html(shown: Panel) -> str:
 def _curves(shown: Panel) -> str:
     if shown.curves is None:
         return ""
-    from nbdist.output.chart import curves_html, live_curves  # most cells track nothing
+    from nbdist.output.chart import curves_html, live_curves  # late, since few cells track numbers
 
     if shown.is_live:
         return live_curves(shown.curves, shown.pool)[0]
@@ -104,9 +109,10 @@ def _curves(shown: Panel) -> str:
 
 
 def _head(shown: Panel) -> str:
-    """Write `8 ranks · 12.3 s · ● 7 · ✗ 1`, and the panel's squares.
+    """Write the head of a panel, `8 ranks · 12.3 s · ● 7 · ✗ 1`, and its squares.
 
-    If there are warnings, they follow below the head, which is orange instead of blue and green.
+    If there are warnings, they are shown below the head, and running and successful ranks are
+    amber in the head, instead of blue and green.
     """
     warned = "".join(line(coloured(text, AMBER)) for text in shown.warnings)
     if not shown.states:
@@ -116,7 +122,7 @@ def _head(shown: Panel) -> str:
     states = [coloured(text, colours[state]) for state, text in shown.states]
     words = bold(shown.ranks), dim(shown.seconds), *states, dim(shown.pace), dim(shown.now)
     head = line(dim(" · ").join(filter(None, words)))
-    if shown.foot:  # on the rest of the line, so that the foot needs no room
+    if shown.foot:  # on the same line, so that the panel does not grow when the foot appears
         foot = shown_later(shown.foot, FOOT_SECONDS)
         head = f'<div style="{_HEAD}">{head}<div style="{_FOOT}">{foot}</div></div>'
     head += warned
@@ -136,7 +142,7 @@ def _rows(shown: Panel) -> str:
         return ""
     cells = []
     for row in shown.rows:
-        # The line itself shows sets, so that likeness needs no words.
+        # The words of `row.sameness` are left out: sets in the line show in what the ranks differ.
         text = lines_html([row.line], opens=not shown.is_live)
         ranks = name_ranks(row.ranks)
         style = _VALUE if len(ranks) > _LONGEST_RANKS else f"{_VALUE};white-space:nowrap"
@@ -145,7 +151,7 @@ def _rows(shown: Panel) -> str:
 
 
 def _folded_blocks(shown: Panel) -> str:
-    """Write all blocks of `Panel.folded_blocks` below a title that opens and closes them."""
+    """Write the blocks of `Panel.folded_blocks` below a common title; a click on it opens them."""
     ranks = [rank for block in shown.folded_blocks for rank in block.group.ranks]
     title = bold(count(len(ranks), "more rank"))
     about = dim(f"with output of their own: {format_ranks(ranks)}")
@@ -163,7 +169,7 @@ def _block(block: PanelBlock, shown: Panel, style: str = "") -> str:
     title = " ".join(filter(None, [bold(name_ranks(block.group.ranks)), mark, words]))
     if block.failed:
         title += f" {coloured(clip(block.failed, 200), colour)}"
-    if shown.is_live or not body:  # a new drawing would close opened details
+    if shown.is_live or not body:  # no `<details>` while live: each new drawing would close them
         title += dim(f" · {clip(last, _LONGEST_LAST)}" if last else "")
         return barred(f'<div style="{_TITLE}">{title}</div>{body}', colour, style)
     return details(title, body, colour, is_open=block.is_open, style=style)
@@ -172,7 +178,8 @@ def _block(block: PanelBlock, shown: Panel, style: str = "") -> str:
 def _with_last_line(block: PanelBlock) -> tuple[PanelBlock, str]:
     """Return a block without its first text, and the last line of that text for the title.
 
-    A block of a running cell shows only this line if the final layout will close the block.
+    The final layout will close the block.  While the cell runs, the block shows only this line, so
+    that it does not shrink when the cell ends.
     """
     for index, item in enumerate(block.items):
         if isinstance(item, list):
@@ -182,7 +189,7 @@ def _with_last_line(block: PanelBlock) -> tuple[PanelBlock, str]:
 
 
 def _body(block: PanelBlock, *, is_live: bool) -> str:
-    """Write the output of a block, and its traceback."""
+    """Write the output of a block, then its traceback if it has one."""
     html = ""
     for item in block.items:
         match item:
@@ -221,8 +228,8 @@ def _shown_below(shown: RichDisplay) -> str:
 _WIDEST_LINE, _WIDEST_TABLE = 42, 60
 _MAX_LINES_SIDE_BY_SIDE = 16
 _ROW = "display:flex;flex-wrap:wrap;column-gap:14px;align-items:flex-start"
-# Two figures fit side by side on a page of 700 pixels with its margins, and no figure is drawn much
-# larger than its own size.
+# With these widths two figures fit side by side on a page that is 700 pixels wide, and no figure is
+# much enlarged.
 _FIGURE = "flex:1 1 {}%;max-width:620px;min-width:240px;box-sizing:border-box"
 _OTHER = "flex:0 1 {:.1f}em;min-width:0;box-sizing:border-box"
 _COLUMN_STEP = 4  # characters
@@ -231,14 +238,17 @@ _EM = 0.62  # for a character, which is 0.6 em wide in most fonts; JupyterLab al
 
 
 def side_by_side_runs(blocks: Iterable[PanelBlock]) -> Iterator[list[PanelBlock]]:
-    """Yield runs of blocks that stand side by side; a block that does not is a run of its own."""
+    """Yield lists of blocks that are shown side by side; other blocks are each in a list alone."""
     for side_by_side, run in groupby(blocks, key=is_tile):
         blocks_of_run = [*run]
         yield from [blocks_of_run] if side_by_side else ([block] for block in blocks_of_run)
 
 
 def is_tile(block: PanelBlock) -> bool:
-    """Return True for an open block with output, narrow and low, if its ranks have not failed."""
+    """Return True if a block can be shown beside other blocks.
+
+    The block must be open, and have output that is narrow and low; its ranks must not have failed.
+    """
     is_calm = block.is_open and not block.failed and not block.group.has_failed
     return is_calm and bool(block.items) and all(map(_is_narrow, block.items))
 
@@ -252,7 +262,7 @@ def _is_narrow(item: PanelItem) -> bool:
         case RichDisplay() if is_figure(item.display.data):
             return True
         case RichDisplay():
-            # The width of a drawn table is not known, but a table is about as wide as its text.
+            # The width of a table on the page is not known, but is about that of its text/plain.
             is_below = embed(item.display) is None
             return is_below or _fits(item.plain.split("\n"), _WIDEST_TABLE)
         case lines:
@@ -264,21 +274,22 @@ def _fits(rows: list[str], width: int) -> bool:
 
 
 def _side_by_side(blocks: list[PanelBlock], shown: Panel) -> str:
-    """Write the blocks of a run in columns that are equally wide; figures share the page's width.
+    """Write blocks side by side, in columns that are equally wide.
 
-    A wide page has three blocks with figures in a row, or two of a run of two or four blocks.
-    Blocks without figures fill a row; four such blocks stand in pairs.
+    If any block has a figure, the columns share the width of the page: a wide page has three in a
+    row, but two of two or four blocks.  Other columns are as wide as the widest line, and as many
+    as fit are in a row; of four blocks each row has two or four.
     """
     if len(blocks) == 1:
         return _block(blocks[0], shown)
     items = [item for each in blocks for item in each.items]
     if any(isinstance(item, RichDisplay) and is_figure(item.display.data) for item in items):
         style = _FIGURE.format(45 if len(blocks) in (2, 4) else 30)
-        # Invisible blocks fill a last row with fewer figures, so that all figures are equally wide.
+        # The last row may have fewer figures, which would then be wider: invisible blocks fill it.
         fillers = 2 * f'<div style="{style}"></div>'
     else:
-        # 4 characters are for the line on the left, and the sign that opens a block.  While a cell
-        # runs its lines become longer: a width in steps moves the columns less often.
+        # The line on the left and the triangle in the title take 4 characters.  While a cell runs,
+        # its lines become longer; widths are multiples of a step, so that columns seldom move.
         width = max(map(_characters, blocks)) + 4
         if all(isinstance(item, list) for item in items):
             width += -width % _COLUMN_STEP
@@ -294,7 +305,7 @@ def _side_by_side(blocks: list[PanelBlock], shown: Panel) -> str:
 
 
 def _characters(block: PanelBlock) -> int:
-    """Count the characters of the widest line of a block, its title included."""
+    """Return the length of the longest line of a block, including its title."""
     mark = MARKS[block.group.shown.display_state]
     rows = [f"{name_ranks(block.group.ranks)} {mark} {block.about}"]
     for item in block.items:
@@ -320,9 +331,9 @@ _BELOW_TABS = "order:-1;flex:0 0 100%;height:0"
 def _tabs(blocks: list[PanelBlock], name: str) -> str:
     """Write a row of ranks; a click on a rank shows only that rank's output, below the row.
 
-    A browser closes `<details>` when others of the same name are opened.  JupyterLab removes
-    that name, and `display:contents`, from notebooks that are not trusted: then ranks open and
-    close independently.
+    The ranks are `<details>` with a common name, of which a browser keeps only one open.
+    JupyterLab removes the name, and `display:contents`, from notebooks that are not trusted; then
+    people open and close each rank by itself.
     """
     written = []
     for block in blocks:
@@ -334,7 +345,8 @@ def _tabs(blocks: list[PanelBlock], name: str) -> str:
         html = f'<summary style="{_TAB.format(colour)}">{title}</summary>'
         html += f'<div style="{_OUTPUT}">{about}{body}</div>'
         written.append((block.is_open, html))
-    # The digest gives equal output an equal name, so that saved notebooks do not differ.
+    # `name` has the number of the cell, but an older panel on the page may have the same number.
+    # The digest tells the two apart; a random text would change the saved notebook in each run.
     digest = blake2b("".join(html for _, html in written).encode(), digest_size=6).hexdigest()
     start = f'<details name="{name}-{digest}" style="{_OPENED}"'
     tabs = "".join(f"{start}{' open' * is_open}>{html}</details>" for is_open, html in written)
@@ -350,9 +362,10 @@ MAX_DISPLAYS_BELOW = 32
 def page_only_displays(
     transcript: Transcript, ranks: Collection[int] | None = None
 ) -> list[tuple[tuple[int, ...], Display]]:
-    """Return the displays that only the page can render, of `ranks` or all, each with its ranks.
+    """Return the displays that only the page can render, each with the ranks that show it.
 
-    Equal displays of several ranks are one; if a rank shows the same display twice, there are two.
+    Equal displays of several ranks are returned once, but twice if a rank shows one twice.  If
+    `ranks` is given, look only at displays of these ranks.
     """
     by_content: dict[object, tuple[list[int], Display]] = {}
     for each in (each for each in transcript if ranks is None or each.rank in ranks):
@@ -366,14 +379,18 @@ def page_only_displays(
 
 
 def all_show_widgets(transcript: Transcript) -> bool:
-    """Return True if a rank shows a widget, and so does every rank that has not ended."""
+    """Return True if some rank shows a widget, and every rank that still runs shows one too."""
     shows = [any(model_of(shown.display) for shown in each.displays) for each in transcript]
     ended = [each.state in FINAL_STATES for each in transcript]
     return any(shows) and all(map(operator.or_, shows, ended))
 
 
 def figures(transcript: Transcript) -> list[tuple[str, Display]]:
-    """Return the images that a panel embeds, each with its ranks, for programs like converters."""
+    """Return the images that a panel embeds, each with its ranks.
+
+    A saved notebook has them as outputs of their own, for programs such as converters that do not
+    read the panel.
+    """
     result = []
     for group in transcript.groups():
         for shown in group.displays:

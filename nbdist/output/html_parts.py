@@ -1,4 +1,4 @@
-"""The HTML that panels and tables are made of: coloured text, blocks, images, tracebacks.
+"""Functions that write the parts of panels and tables as HTML: text, blocks, images, tracebacks.
 
 The notebook's process calls these functions.  Pure: no I/O here.
 """
@@ -23,7 +23,7 @@ from nbdist.output.wording import TracebackPart
 
 GREEN, BLUE, RED, AMBER, GREY = "#2a9d4a", "#2f7fe6", "#d43a3a", "#b7791f", "#868e96"
 INDENT = "0.6em"
-"""The indent of printed text in JupyterLab, one character; JupyterLab drops the unit `ch`."""
+"""The width of a character, by which JupyterLab indents printed text; it drops the unit `ch`."""
 
 _PANEL = (
     "font-family:monospace;font-size:13px;line-height:1.4;text-align:left;margin:0;"
@@ -36,12 +36,15 @@ _TABLE = (
     "text-align:left"
 )
 LINES = "white-space:pre-wrap;overflow-wrap:break-word"
-_TEXT = (  # JupyterLab breaks lines of other <pre> in the middle of words
+_TEXT = (  # `word-break`: without it JupyterLab breaks lines of <pre> in the middle of words
     "margin:0;padding:0;border:none;background-color:transparent;font-family:monospace;"
     f"font-size:13px;line-height:1.4;word-break:normal;{LINES}"
 )
 _LONG, _THREE_ROWS = 600, 230
-"""Characters above which a line is folded, and how many are seen: three rows of a narrow page."""
+"""The length above which a line is folded, and how much of it then is seen, in characters.
+
+The visible part fills three rows of a narrow page.
+"""
 
 _BAR_BLOCKS, _BAR = re.compile("[█▉▊▋▌▍▎▏]{2,}"), rf'<span style="color:{BLUE}">\g<0></span>'
 
@@ -75,18 +78,18 @@ def barred(body: str, colour: str, style: str = "") -> str:
 
 
 def details(title: str, body: str, colour: str, *, is_open: bool, style: str = "") -> str:
-    """Draw a line on a block's left, and over the block a title that opens and closes the block."""
+    """Write a block with a line on its left, below a title; a click on the title opens it."""
     start = f'<details{" open" * is_open} style="{_LEFT.format(colour)}{style}">'
     return f"{start}{opening(title)}{body}</details>"
 
 
 def opening(html: str) -> str:
-    """Make the title of `<details>`, which is visible also while the details are closed."""
+    """Write the title of `<details>`, which stays visible while the details are closed."""
     return f'<summary style="cursor:pointer">{html}</summary>'
 
 
 def table(rows: Iterable[Iterable[tuple[str, str]]], style: str = "") -> str:
-    """Make a table of rows; a cell is a pair of a style and HTML.  Return "" without rows."""
+    """Write a table, whose cells are pairs of a style and HTML; return "" without rows."""
     cells = "".join(
         '<tr style="background-color:transparent">'
         + "".join(f'<td style="{style}">{html}</td>' for style, html in row)
@@ -102,7 +105,10 @@ def text_html(html: str, style: str = "") -> str:
 
 
 def lines_html(lines: Iterable[ScreenLine], *, opens: bool) -> str:
-    """Write lines as HTML, lines of stderr tinted; with `opens`, very long lines are folded."""
+    """Write lines as HTML, with a tint for stderr.
+
+    With `opens`, only the beginning of a very long line is visible until a click opens the line.
+    """
     parts = []
     for (is_stderr, is_long), run in groupby(lines, key=_kind):
         tint = f";{_STDERR_STYLE}" if is_stderr else ""
@@ -110,14 +116,17 @@ def lines_html(lines: Iterable[ScreenLine], *, opens: bool) -> str:
             style = f"{LINES}{tint}"
             parts += [f'<details style="{style}">{_long(line.text)}</details>' for line in run]
             continue
-        # A `<pre>` with nothing but an empty line would have no height.
+        # An empty line becomes a space, since a `<pre>` with an empty line alone has no height.
         text = "\n".join(_BAR_BLOCKS.sub(_BAR, ansi_html(line.text)) or " " for line in run)
         parts.append(text_html(text, tint))
     return "".join(parts)
 
 
 def _kind(line: ScreenLine) -> tuple[bool, bool]:
-    """Return whether a line is tinted (stderr, but no progress bar), and whether it is long."""
+    """Return whether a line is tinted, and whether it is long.
+
+    A line of stderr is tinted unless it is a progress bar.
+    """
     is_long = len(line.text) > _LONG and len(strip(line.text[: 2 * _LONG])) > _THREE_ROWS
     return line.stderr and read_bar(line.text) is None, is_long
 
@@ -137,7 +146,7 @@ def size(html: str) -> int:
 
 _LONGEST_HTML = 200_000
 _BASE64 = re.compile(r"[A-Za-z0-9+/=]*\Z")
-# Tags without an end tag, or whose end tag may be left out.
+# Tags that have no end tag, or whose end tag may be left out.
 _VOID_TAGS = frozenset(
     {*("area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param")}
     | {*("source", "track", "wbr", "p", "li", "dt", "dd", "tr", "td", "th", "thead", "tbody")}
@@ -146,7 +155,7 @@ _VOID_TAGS = frozenset(
 
 
 def kind_text(data: MimeBundle) -> str:
-    """Name the kind of a bundle that only the page can render: `Markdown`, or its mime type."""
+    """Name the content of a display that only the page can render: `Markdown`, or a mime type."""
     mimes = [mime for mime in map(mime_of, data) if mime.embedding != "text"]
     page_only = [mime for mime in mimes if mime.embedding == "page"]
     mime = (page_only or mimes)[0]
@@ -154,12 +163,15 @@ def kind_text(data: MimeBundle) -> str:
 
 
 def is_figure(data: MimeBundle) -> bool:
-    """Return True if the bundle has an image and no HTML, and is not `is_page_only`."""
+    """Return True if a panel shows this content of a display as an image."""
     return "text/html" not in data and any(images_in(data)) and not is_page_only(data)
 
 
 def is_page_only(data: MimeBundle) -> bool:
-    """Return True if the page's own renderers must show the bundle, not a panel."""
+    """Return True if only the page's own renderers can show this content, not a panel.
+
+    Also return True for HTML that is very long, or that could damage the panel around it.
+    """
     if "text/html" in data:
         html = text_of(data["text/html"])
         if len(html) > _LONGEST_HTML or not _is_contained(html):
@@ -190,7 +202,7 @@ def _image(kind: str, encoded: str, metadata: MimeBundle) -> str:
         for side in ("width", "height")
         if isinstance(value := about.get(side), (int, float))
     )
-    # On a narrow page the image shrinks in both directions, whatever its attributes say.
+    # A browser shrinks the image to a narrow page; `height:auto` keeps the ratio of its sides.
     shape = "max-width:100%;height:auto"
     colour = {"light": "#ffffff", "dark": "#000000"}.get(str(about.get("needs_background")))
     shape += f";background-color:{colour}" if colour else ""
@@ -205,10 +217,11 @@ _LATER = (
 
 
 def shown_later(text: str, seconds: int) -> str:
-    """Draw a line of text that appears once it has been on a page for so many seconds.
+    """Draw a line of text that stays invisible for the first `seconds` seconds on a page.
 
-    Each drawing of the panel restarts that time, so the line appears only if the panel is not drawn
-    any more.  The line is an SVG image, since panels can have neither scripts nor style sheets.
+    Each new drawing of the panel restarts that time, so the line appears only if the panel is no
+    longer drawn, as in a reloaded page.  The line is an SVG image with an animation, since panels
+    can have neither scripts nor style sheets.
     """
     width = int(7.5 * len(text))
     drawn = _LATER.format(width=width, colour=GREY, text=escape(text), seconds=seconds)
@@ -220,9 +233,9 @@ def shown_later(text: str, seconds: int) -> str:
 
 @lru_cache(maxsize=256)
 def _is_contained(html: str) -> bool:
-    """Return True for HTML without scripts, if all tags are closed that need an end tag.
+    """Return True for HTML without scripts in which every tag is closed that needs an end tag.
 
-    An open tag would change how the page shows what follows the display.
+    A tag that stays open would change how the page shows the parts of the panel after the display.
     """
     parser = _Balance()
     parser.feed(html)
@@ -243,7 +256,7 @@ class _Balance(HTMLParser):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        # `<div/>` opens a div in HTML; inside an SVG, `<path/>` is complete.
+        # HTML reads `<div/>` as `<div>`, which needs an end tag; in an SVG `<path/>` is complete.
         if "svg" not in self.open:
             self.handle_starttag(tag, attrs)
 
@@ -256,7 +269,7 @@ class _Balance(HTMLParser):
 
 
 def traceback_html(parts: Iterable[TracebackPart]) -> str:
-    """Write the parts of a traceback in colours; a click opens the rows of a folded part."""
+    """Write the parts of a traceback in colours; a click on a folded part shows its rows."""
     html = ""
     for part in parts:
         shown = text_html(ansi_html("\n".join(part.rows)))

@@ -1,7 +1,8 @@
 """Lays out the panel of a cell from its transcript; `html` and `text` write the panel.
 
-A live layout is small, since the whole panel is drawn a few times a second.  In a final layout
-people can open the parts that are closed.  Pure: no I/O here.
+The notebook's process calls `live_layout` while the cell runs, and `final_layout` at its end.  A
+live layout is small, since the whole panel is drawn a few times a second.  In a final layout people
+can open the parts that are closed.  Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -59,23 +60,23 @@ _WITH_WORDS: dict[DisplayState, str] = {"released": "{} released", "stopped": "�
 MANY_RANKS = 16
 _MAX_SQUARES = 128
 
-# Of live layouts.
+# Limits and texts of live layouts.
 _LIVE_LINES_OF_FAILED, LIVE_LINES_OF_ASKING = 8, 60
 _FEW_GROUPS, _CLOCK_FROM = 4, 2.0
 _LIVE = "last updated {} · rest: `%dist_output`"
 
-# Of final layouts.
+# Limits of final layouts.
 _MANY_GROUPS, _MAX_VALUES = 16, 256
 _LONGEST_VALUE = 100
 _MAX_BLOCK_LINES, _FEWER_LINES, _FEWER_LINES_FROM = 200, 50, 64
 _OPEN_LINES = 60
-# States of ranks whose cell has failed for a reason on the rank itself.
+# The states of a rank that has failed itself, not because of another rank or of Stop.
 _OWN_FAILURES = frozenset[DisplayState](("failed", "died"))
 _ALWAYS_OPEN_LINES = 8
-"""A block with at most so many lines is always open, since it costs little room."""
+"""The most lines of a block that is always open, because it needs little room on the page."""
 
-# The pace is shown if the times of ranks differ by so many seconds, and by such a share of the
-# slowest rank's time.
+# The slowest rank is named if it took longer than the fastest by at least this many seconds, and by
+# at least this share of its own time.
 _SLOWER, _SLOWER_SHARE = 0.5, 0.2
 
 
@@ -93,14 +94,14 @@ def live_layout(
     *,
     pool: str = "",
 ) -> Panel:
-    """Lay out a running cell much like its final layout, so that little moves at the end.
+    """Lay out a running cell much like its final layout, so that little moves when it ends.
 
-    `waits` is a line that says which ranks wait where; `usage` says what resources the ranks use.
-    `clock` is the time of day, shown because a page that is not drawn again keeps an old panel.
-    Progress bars are in one table, after the blocks of failed ranks.  If many ranks differ, only
-    failed ranks and ranks that wait for input have blocks; others share rows by their last line.
-    Ranks that wait for input come last, and the rank whose `turn` it is comes at the very end, next
-    to the input box.
+    `waits` is a line that says which ranks wait where, and `usage` says which resources the ranks
+    use.  `clock` is the time of day, by which people recognize a panel that is no longer drawn.
+
+    If many ranks differ, only failed ranks and ranks that wait for input have blocks; other ranks
+    share rows by their last line.  Blocks of ranks that wait for input come last.  The very last
+    block is that of the rank that the input box asks for now (`turn`), next to the box.
     """
     bars = bar_table(transcript)
     groups = [
@@ -144,7 +145,10 @@ def waits_for_input(group: AlikeRanks) -> bool:
 def _live_blocks(
     transcript: Transcript, groups: Sequence[AlikeRanks], *, is_many: bool
 ) -> tuple[PanelBlock, ...]:
-    """Make the blocks of a running cell; a block that the final layout closes has one line."""
+    """Make the blocks of a running cell.
+
+    A block that the final layout will close has only one line, unless there are many groups.
+    """
     blocks, room = [], _OPEN_LINES
     for group in groups:
         lines = min(group.line_count, _MAX_BLOCK_LINES)
@@ -190,10 +194,10 @@ def final_layout(
     is_on_page: bool = True,
     pool: str = "",
 ) -> Panel:
-    """Lay out a finished cell, or a cell broken off at `now`; `logs` has the log file of each rank.
+    """Lay out a cell that has finished, or, as seen at `now`, a cell that has not.
 
-    Some outputs cannot be embedded in a panel.  If the panel `is_on_page`, the page shows such
-    outputs below the panel, and blocks with only such outputs are left out.
+    `logs` has the log file of each rank.  If the panel `is_on_page`, the page shows displays that a
+    panel cannot embed below the panel; blocks that have only such displays are left out.
     """
     logs = logs or {}
     shown = _base_panel(transcript, now, pool)._replace(pace=_pace(transcript), note=note)
@@ -227,9 +231,10 @@ def final_layout(
 
 
 def _is_below(group: AlikeRanks) -> bool:
-    """Return True if the ranks have succeeded and the page shows all their outputs below the panel.
+    """Return True if the page shows all outputs of these ranks below the panel.
 
-    A panel cannot show such outputs (`is_page_only`).  Return False for ranks without outputs.
+    That is so if the ranks have succeeded, and have only displays that a panel cannot embed.
+    Return False for ranks without outputs.
     """
     if group.shown.state != "ok" or not (pieces := group.shown.visible_pieces):
         return False
@@ -237,9 +242,10 @@ def _is_below(group: AlikeRanks) -> bool:
 
 
 def _is_loop(transcript: Transcript) -> bool:
-    """Return True if ranks have drawn progress bars, and are few enough to share a block.
+    """Return True if the cell has progress bars and few ranks.
 
-    Such a cell prints more and more lines, so its first line is in a block, as all later lines.
+    Such a cell is a loop that prints more and more lines.  Already its first line must be in a
+    block, not in a table of short values: otherwise the panel would change with the next lines.
     """
     return transcript.has_had_bars and len(transcript.ranks) <= MANY_RANKS
 
@@ -247,9 +253,10 @@ def _is_loop(transcript: Transcript) -> bool:
 def _value_rows(
     groups: Sequence[AlikeRanks], *, is_loop: bool, is_live: bool = False
 ) -> tuple[PanelRow, ...]:
-    """Make a row for each group if all have a `_short_value` and are not too many; else no rows.
+    """Make a table with a row for each group, if each group has only a short value to show.
 
-    Also make no rows if `is_loop` and a group has printed a line.
+    Return no rows if any group shows more, if there are too many groups, or if the cell `is_loop`
+    and a group has printed a line.
     """
     if len(groups) > _MAX_VALUES or (is_loop and any(group.line_count for group in groups)):
         return ()
@@ -262,7 +269,10 @@ def _value_rows(
 
 
 def _short_value(group: AlikeRanks, *, is_live: bool) -> ScreenLine | None:
-    """Return the line of ranks that show one short line and have succeeded, or, if live, run."""
+    """Return the only line of ranks that show nothing else; None if they show more or a long line.
+
+    Also return None unless the ranks have succeeded or, with `is_live`, are running.
+    """
     is_well = group.shown.state == "ok" or (is_live and group.shown.state == "running")
     if not is_well or len(group.shown.visible_pieces) != 1 or group.shown.rows > 1:
         return None
@@ -278,7 +288,7 @@ def _short_value(group: AlikeRanks, *, is_live: bool) -> ScreenLine | None:
 
 
 def max_block_lines(transcript: Transcript) -> int:
-    """Return how many lines a block of a finished cell has at most."""
+    """Return the most lines of a block of a finished cell; blocks of many ranks have fewer."""
     return _MAX_BLOCK_LINES if len(transcript.ranks) < _FEWER_LINES_FROM else _FEWER_LINES
 
 
@@ -291,9 +301,9 @@ def _final_blocks(
 ) -> tuple[PanelBlock, ...]:
     """Make the blocks of a finished cell.
 
-    The first rank's block, blocks of failed ranks and short blocks are open; others are, as long as
-    their lines fit in `room`.  If a page does not show all output of a block at once, the title
-    of the block says how much output there is.
+    The block of the first rank, blocks of failed ranks and short blocks are open.  Of the other
+    blocks, the first are open until their lines have used up the `room`.  If not all output of a
+    block is visible at once, its title says how much output there is.
     """
     blocks = []
     max_lines = max_block_lines(transcript)
@@ -302,7 +312,7 @@ def _final_blocks(
         lines = sum(len(item) for item in items if isinstance(item, list))
         is_open = _is_open(group, transcript, lines, room)
         room -= lines if is_open else 0
-        # Of more than `TALL_LINES` lines a page shows the last; the first are out of sight.
+        # If a block has more than `TALL_LINES` lines, people see the first lines only by scrolling.
         hides = not is_open or lines > TALL_LINES or any(isinstance(i, Hidden) for i in items)
         words = [
             _failed_first_text(group, transcript),
@@ -319,7 +329,9 @@ def _final_blocks(
 def _failed_first_text(group: AlikeRanks, transcript: Transcript) -> str:
     """Say `failed first` of the group with the first error; return "" for any other group.
 
-    Also return "" if no other rank failed, or Stop, closed connections or an agent ended the cell.
+    Also return "" if no other rank has failed, so that the words would say nothing.  Also return ""
+    if closed connections or the agent ended the rank's cell, or if Stop came before the error: the
+    failure is then no cause of other failures.
     """
     others = [each for each in transcript if each.state in FAILED and each.rank not in group.ranks]
     error = group.shown.error
@@ -340,7 +352,8 @@ def _failed_first_text(group: AlikeRanks, transcript: Transcript) -> str:
 def _pace(transcript: Transcript) -> str:
     """Say `slowest rank 3 (3.2 s), fastest rank 0 (1.1 s)`; "" if all ranks took similar times.
 
-    Return "" also if the cell did not succeed on all ranks: a failed rank's time means nothing.
+    Also return "" if the cell did not succeed on all ranks: the time until a failure says nothing
+    about the speed of a rank.
     """
     timed = {each.rank: each.seconds for each in transcript if each.seconds is not None}
     if len(timed) < max(2, len(transcript.ranks)) or any(each.state != "ok" for each in transcript):
@@ -354,7 +367,7 @@ def _pace(transcript: Transcript) -> str:
 
 
 def _output_size(output: RankTranscript) -> str:
-    """Say `3 lines`, `1 line, 2 displays`."""
+    """Say how much output a rank has: `3 lines`, or `1 line, 2 displays`."""
     lines, displays = output.line_count, len(output.displays)
     parts = [lines_text(lines)] if lines else []
     parts += [count(displays, "display")] if displays else []
@@ -365,9 +378,9 @@ def _output_size(output: RankTranscript) -> str:
 
 
 def _is_open(group: AlikeRanks, transcript: Transcript, lines: int, room: int) -> bool:
-    """Return True for the block of the first rank, of failed ranks, or of few lines.
+    """Return True if the block of a group is open: that of the first rank, or of failed ranks.
 
-    Also return True if the lines of the block fit in `room`.
+    Also return True if the block has few lines, or if its lines fit in `room`.
     """
     is_first = group.ranks[0] == transcript.ranks[0]
     return is_first or group.has_failed or lines <= max(room, _ALWAYS_OPEN_LINES)
@@ -376,12 +389,13 @@ def _is_open(group: AlikeRanks, transcript: Transcript, lines: int, room: int) -
 def items_of(
     group: AlikeRanks, limit: int, *, is_live: bool = False, bars: bool = False
 ) -> tuple[PanelItem, ...]:
-    """Return the displays and the last `limit` lines of a group.
+    """Return the displays and the last `limit` lines of a group, in the order of the output.
 
-    In a finished cell `Hidden` items replace lines that are left out.  In a running cell a display
-    counts as a line, and only the newest figure is shown, even if it is older than the last
-    `limit` lines; a remark replaces each older figure among these lines.
-    With `bars` the progress bars of the only rank of the group are lines.
+    In a finished cell `Hidden` items replace lines that are left out.  In a running cell each
+    display counts as a line, and older outputs are left out.  Only the newest figure is always
+    shown; a remark replaces each other figure among the last `limit` lines.
+
+    With `bars`, for a group of one rank, the rows of progress bars count as lines.
     """
     items: list[PanelItem] = []
     has_figure = False
@@ -414,7 +428,7 @@ def items_of(
 
 
 def lines_in(items: Iterable[PanelItem]) -> int:
-    """Return the number of lines in the items, with the lines that `Hidden` items stand for."""
+    """Return the number of lines in the items, including lines that `Hidden` items replace."""
     counts = (
         len(item) if isinstance(item, list) else item.lines
         for item in items
@@ -428,14 +442,15 @@ def _is_figure(piece: OutputPiece) -> bool:
 
 
 def sameness(group: AlikeRanks) -> str:
-    """Say how alike the ranks of the group are, such as `same`; "" for a single rank."""
+    """Return the words on how alike the ranks of a group are, such as `same`; "" for one rank."""
     return group.likeness if len(group.ranks) > 1 else ""
 
 
 def state_counts(transcript: Transcript) -> tuple[tuple[DisplayState, str], ...]:
-    """Count the ranks in each state, without states that no rank has: `✗ 1`, `3 released`."""
+    """Return each state that ranks have, with their number as text: `✗ 1`, `3 released`."""
     counts = transcript.count_display_states()
-    # Failed and died ranks have the same mark; the block of the rank says what happened.
+    # Failed and died ranks have the same mark, so they are counted together.  The block of a rank
+    # says which of the two has happened.
     counts["failed"] += counts.pop("died", 0)
     return tuple(
         (state, _WITH_WORDS.get(state, f"{MARKS[state]} {{}}").format(counts[state]))
@@ -445,10 +460,11 @@ def state_counts(transcript: Transcript) -> tuple[tuple[DisplayState, str], ...]
 
 
 def _base_panel(transcript: Transcript, now: float | None, pool: str) -> Panel:
-    """Make a panel with the parts that are about all ranks; `pool` is "" for the default pool.
+    """Make a panel with only the parts that are about all ranks, and no blocks.
 
-    If there are more than `MANY_RANKS` ranks, each rank has a square.  If there are very many
-    ranks, each run of ranks in the same state has a square.
+    If there are more than `MANY_RANKS` ranks, each rank has a coloured square.  If there are more
+    than `_MAX_SQUARES`, consecutive ranks in the same state share a square.  `pool` is "" for the
+    default pool.
     """
     squares = [(str(each.rank), each.display_state) for each in transcript]
     if len(squares) <= MANY_RANKS:
@@ -469,7 +485,10 @@ def _base_panel(transcript: Transcript, now: float | None, pool: str) -> Panel:
 
 
 def _error_line(group: AlikeRanks, transcript: Transcript) -> str:
-    """Say a group's error in one line; "" for no error, and for a first one with a traceback."""
+    """Say a group's error in one line; "" if there is none.
+
+    Also return "" for the first exception of the cell, of which the block shows the traceback.
+    """
     error = group.error
     if error is None or (group.part == "first" and isinstance(error, Failure)):
         return ""
@@ -478,7 +497,7 @@ def _error_line(group: AlikeRanks, transcript: Transcript) -> str:
         is_equal = text == error_text(cause[1])
         if is_equal or isinstance(error, Failure):
             return f"{text} ({'as' if is_equal else 'in the same place as'} on rank {cause[0]})"
-    # An interrupt has no message that says where it hit the rank.
+    # A KeyboardInterrupt has no message, so add the line of the cell in which it was raised.
     if isinstance(error, Failure) and not error.message and (line := cell_line_of(error)):
         return f"{text} (cell line {line})"
     return text

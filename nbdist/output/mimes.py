@@ -1,4 +1,4 @@
-"""The kinds of content that a display can have, named by their mime types: a line for each kind.
+"""A table of the mime types that a display can have, with how a panel shows each type.
 
 Workers and the notebook's process read this table.  Pure: no I/O here.
 """
@@ -9,19 +9,19 @@ from collections.abc import Collection, Iterator
 from typing import Literal, NamedTuple
 
 Embedding = Literal["text", "html", "image", "other form", "page"]
-"""How a panel shows a kind of content.
+"""How a panel shows content of a mime type.
 
-"text": as lines, if the display has nothing else.  "html": unchanged.  "image": as an `<img>`.
-"page": not at all, since only the page's own renderers can show the content.  "other form": like
-"page", but if the display also has HTML or an image, a panel shows the HTML or the image.
+"text": as lines, if the display has no other content.  "html": unchanged.  "image": as an `<img>`.
+"page": not at all, since only renderers of the page can show such content.  "other form": like
+"page", but if the display also has HTML or an image, the panel shows the HTML or the image.
 """
 
 
 class Mime(NamedTuple):
     """A mime type; `suffix` is for files with such content, and `name` is used in messages.
 
-    `is_base64` is True if displays have the content as base64, and `is_readable` if its source says
-    more to people than the name of a class.
+    `is_base64` is True if a display has the content as base64.  `is_readable` is True if people can
+    read the source, such as Markdown, in a terminal.
     """
 
     kind: str
@@ -33,7 +33,7 @@ class Mime(NamedTuple):
 
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
-"""The kind of content by which a display shows a widget, whose model the page has."""
+"""The mime type of a display that shows a widget; the page has the widget's model."""
 
 _MIMES = (
     Mime("text/plain", "txt", "text"),

@@ -1,6 +1,7 @@
-"""A panel as data: the parts of a cell's output that are shown, and the limits of their size.
+"""Defines a panel as data: the parts of a cell's output that are shown; limits their size.
 
-`layout` and `tabs` make panels; `html` and `text` write panels.  Pure: no I/O here.
+In the notebook's process `layout` and `tabs` make panels, and `html` and `text` write panels.
+Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -46,24 +47,32 @@ MARKS: dict[DisplayState, str] = {
 }
 
 TALL_LINES = 30
-"""The most lines seen at once of a finished block, and shown at all of a running cell's block."""
+"""The most lines of a block that are visible without scrolling.
+
+A finished block may have more lines, in a box that scrolls.  A block of a running cell has no more,
+unless its rank waits for input.
+"""
 
 
 class Hidden(NamedTuple):
-    """A number of lines that are left out; `in_log_only` if the notebook lacks these lines."""
+    """A number of lines that the panel leaves out.
+
+    With `in_log_only`, the notebook's process has not kept the lines, but the log has them.
+    """
 
     lines: int
     in_log_only: bool
 
 
 PanelItem: TypeAlias = list[ScreenLine] | RichDisplay | Hidden | str
-"""Lines, a display, lines that are left out, or a remark instead of a display."""
+"""A part of a block: lines, a display, a number of hidden lines, or a remark for a display."""
 
 
 class PanelBlock(NamedTuple):
-    """The output of alike ranks, below a title with `words`; `failed` is an error in one line.
+    """A part of a panel with the output of alike ranks, below a title with `words`.
 
-    `traceback` has the parts of the error's traceback that are shown.
+    `failed` is the error of the ranks in one line, and `traceback` has the parts of the error's
+    traceback that are shown.
     """
 
     group: AlikeRanks
@@ -78,7 +87,7 @@ class PanelBlock(NamedTuple):
 
     @property
     def about(self) -> str:
-        """The text behind the ranks in the title of the block."""
+        """The words and the number of earlier lines, for the title of the block."""
         return " · ".join([*self.words, *self.above])
 
     @property
@@ -87,7 +96,10 @@ class PanelBlock(NamedTuple):
         return [f"… {self.earlier:,} earlier"] if self.earlier else []
 
     def hidden_text(self, hidden: Hidden) -> str:
-        """Say `… 9,800 lines more: %dist_output -r 3 --all, or logs/rank3.log`, or only the log."""
+        """Say where people find hidden lines: `… 9,800 lines more: %dist_output -r 3 --all`.
+
+        Also name the log file, if it is known; only the log, if the notebook lacks the lines.
+        """
         if hidden.in_log_only:
             return in_log_only(hidden.lines, self.log)
         command = in_pool(f"%dist_output -r {format_ranks(self.group.ranks)} --all", self.pool)
@@ -96,7 +108,7 @@ class PanelBlock(NamedTuple):
 
 
 class PanelRow(NamedTuple):
-    """A line of some ranks in a panel's table, such as a short value, or the ranks' last line."""
+    """A row of a panel's table: a line of some ranks, such as a short value or their last line."""
 
     ranks: tuple[int, ...]
     line: ScreenLine
@@ -104,42 +116,38 @@ class PanelRow(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """The panel of a cell: a head with ranks, time and states, then blocks, rows and lesser parts.
-
-    `squares` have the state of each rank, or of each run of ranks, if there are many ranks.
-    `warnings` are shown below the head.  `now` says what resources the ranks use and which rank is
-    behind, `waits` which ranks wait where, and `spread` how far the numbers of ranks differ.
-    `bars` and then `curves` come after the blocks of failed ranks.  The ranks of `more` have
-    neither a block nor a row.  A title opens all `folded_blocks`.  `silent` are ranks without
-    output.  `foot` is a hint for people who see an old panel.  Without `states` there is no output.
-    """
+    """The panel of a cell: a head with ranks, time and states, then blocks, rows and so on."""
 
     ranks: str
     seconds: str
-    states: tuple[tuple[DisplayState, str], ...] = ()
-    pace: str = ""
+    states: tuple[tuple[DisplayState, str], ...] = ()  # empty: the panel has only its head
+    pace: str = ""  # names the slowest and the fastest rank
+    # The state of each rank, or of each run of ranks in the same state, if there are many ranks.
     squares: tuple[tuple[str, DisplayState], ...] = ()
     more_squares: int = 0
-    now: str = ""
-    waits: str = ""
-    foot: str = ""
+    now: str = ""  # which resources the ranks use, and which rank is behind
+    waits: str = ""  # which ranks wait, and where
+    foot: str = ""  # a hint for people who see a panel that is not drawn again
     note: str = ""
     is_live: bool = False
-    warnings: tuple[str, ...] = ()
-    spread: str = ""
-    bars: BarTable | None = None
-    curves: Curves | None = None
+    warnings: tuple[str, ...] = ()  # shown below the head
+    spread: str = ""  # how far the numbers of ranks differ
+    bars: BarTable | None = None  # shown after the blocks of failed ranks
+    curves: Curves | None = None  # shown after the bars
     blocks: tuple[PanelBlock, ...] = ()
     rows: tuple[PanelRow, ...] = ()
-    more: tuple[int, ...] = ()
-    folded_blocks: tuple[PanelBlock, ...] = ()
-    silent: tuple[int, ...] = ()
+    more: tuple[int, ...] = ()  # ranks with neither a block nor a row
+    folded_blocks: tuple[PanelBlock, ...] = ()  # shown when people click on a common title
+    silent: tuple[int, ...] = ()  # ranks without output
     pool: str = ""
     tabs: str = ""  # a unique name if the page shows one block at a time, else ""
 
     @property
     def more_text(self) -> str:
-        """Say `and 72 more: ranks 127-198`, with a command if not live; "" if `more` is empty."""
+        """Name the ranks of `more`: `and 72 more: ranks 127-198`; "" if there are none.
+
+        Unless the cell still runs, also name the command that shows their output.
+        """
         if not self.more:
             return ""
         command = in_pool(f": %dist_output -r {format_ranks(self.more)}", self.pool)
@@ -148,7 +156,10 @@ class Panel(NamedTuple):
 
     @property
     def failed_and_others(self) -> tuple[list[PanelBlock], list[PanelBlock]]:
-        """The blocks of failed ranks, and all others; with tabs, all are others, in rank order."""
+        """The blocks of failed ranks, and all other blocks.
+
+        With tabs, no block counts as failed, so that all tabs stay in rank order.
+        """
         if self.tabs:
             return [], [*self.blocks]
         failed = [block for block in self.blocks if block.group.has_failed]
@@ -170,26 +181,27 @@ def merge_hidden(items: Iterable[PanelItem]) -> list[PanelItem]:
 # --- limits -----------------------------------------------------------------------------
 
 MAX_PANEL_BYTES, MAX_LIVE_PANEL_BYTES = 1_000_000, 64_000
-"""About the most bytes of a finished panel, and of a running cell's, as HTML and text together.
+"""About the most bytes of the panel of a finished cell, and of a running cell.
 
-The bytes of figures and curves are not counted.
+HTML and text are counted together, but without figures and curves.
 """
 MAX_LIVE_FIGURES = 640_000
-"""The most bytes of figures in the panel of a running cell; each block has an equal share."""
+"""The most bytes of figures in the panel of a running cell, shared equally by its blocks."""
 
 _MAX_BLOCKS = 400
 _WIDEST, _WIDEST_LIVE, _NARROWEST = 100_000, 400, 40  # characters of a line
-# Bytes of the tags and texts of parts that have no limit of their own.
+# The bytes that are reserved for parts of a panel that have no limit of their own.
 _OF_HEAD, _OF_SQUARE, _OF_BAR, _OF_BLOCK = 4_000, 160, 1_800, 1_000
-# Bytes of the tags around a run of lines of the same stream.
+# The bytes of the tags around consecutive lines of the same stream.
 _OF_RUN = size(lines_html([ScreenLine("", stderr=False)], opens=False))
-_TRACEBACKS = ((100, 1000), (24, 400), (5, 200), (1, 100))  # rows, and their width
+_TRACEBACKS = ((100, 1000), (24, 400), (5, 200), (1, 100))  # rows and their width, the most first
 
 
 def limit_size(shown: Panel) -> Panel:
-    """Limit a panel's bytes: cut long lines, and leave out older output, and blocks after many.
+    """Limit the bytes of a panel: cut long lines, and leave out older output.
 
-    Each block may use an equal share of the bytes that earlier blocks have not used.
+    Of more than `_MAX_BLOCKS` blocks the last are left out.  Each block may use an equal share of
+    the bytes that earlier blocks have left over.
     """
     budget = (MAX_LIVE_PANEL_BYTES if shown.is_live else MAX_PANEL_BYTES) - _OF_HEAD
     budget -= _OF_SQUARE * len(shown.squares)
@@ -220,9 +232,9 @@ def limit_size(shown: Panel) -> Panel:
 def _limit_block(
     block: PanelBlock, max_bytes: int, figure: int, *, is_live: bool
 ) -> tuple[PanelBlock, int]:
-    """Return a block with its newest output, limited to `max_bytes` bytes, and the block's bytes.
+    """Return a block with as much of its newest output as `max_bytes` bytes hold, and its bytes.
 
-    While the cell runs, a figure is shown if it has at most `figure` bytes.
+    While the cell runs, a figure is shown only if it has at most `figure` bytes.
     """
     traceback, used = _limit_traceback(block, max_bytes // 2, is_live=is_live)
     budget = max_bytes - _OF_BLOCK - used
@@ -250,10 +262,11 @@ def _limit_block(
 
 
 def _limit_display(shown: RichDisplay, max_bytes: int, *, is_live: bool) -> tuple[PanelItem, int]:
-    """Return a display, or another item if the display has too many bytes, and the item's bytes.
+    """Return a display, or an item that replaces the display, and the bytes of that item.
 
-    A display that has only text becomes lines, with 0 bytes since `_newest_lines` counts the lines.
-    A display with too many bytes becomes `Hidden`, or in a running cell its lines of text/plain.
+    A display that has only text is replaced by lines.  A display with more than `max_bytes` is
+    replaced by `Hidden`, or, in a running cell, by the lines of its text/plain.  Lines have 0 bytes
+    here, since `_newest_lines` counts them.
     """
     html = embed(shown.display)
     is_text = html is None and (is_live or not is_page_only(shown.display.data))
@@ -273,7 +286,7 @@ def _newest_lines(
     used = 0
     for each in reversed(lines):
         line, of_line = _clip_line(each, max_bytes - used, is_live=is_live)
-        if kept and kept[-1].stderr == line.stderr:  # the line is in the run of the line below
+        if kept and kept[-1].stderr == line.stderr:  # both lines have the same tags around them
             of_line -= _OF_RUN
         if used + of_line > max_bytes:
             break
@@ -283,9 +296,9 @@ def _newest_lines(
 
 
 def _clip_line(line: ScreenLine, max_bytes: int, *, is_live: bool) -> tuple[ScreenLine, int]:
-    """Clip a line to a width; if the line has too many bytes, drop colours and clip the line more.
+    """Clip a line to a width; if it has too many bytes, remove colours and clip the line more.
 
-    Return the line, and the bytes that it has as a run of its own.
+    Return the line, and its bytes with the tags that it needs if it is alone.
     """
     # A character has at least two bytes: one in HTML, and one in text.
     width = max(_NARROWEST, min(_WIDEST_LIVE if is_live else _WIDEST, max_bytes // 2))
@@ -302,9 +315,9 @@ def _clip_line(line: ScreenLine, max_bytes: int, *, is_live: bool) -> tuple[Scre
 def _limit_traceback(
     block: PanelBlock, max_bytes: int, *, is_live: bool
 ) -> tuple[tuple[TracebackPart, ...], int]:
-    """Return the parts of the block's traceback, in `max_bytes` bytes if possible, and their bytes.
+    """Return the parts of the block's traceback, shortened to about `max_bytes`, and their bytes.
 
-    Return no parts without a traceback, or if the block's title says all that a panel shows of it.
+    Return no parts if there is no traceback, or if the title of the block already says enough.
     """
     error, part = block.group.error, block.group.part
     is_in_title = part == "same" or (part == "other" and is_live)

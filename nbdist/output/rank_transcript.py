@@ -1,6 +1,6 @@
-"""Collects the output of a rank in a cell: pieces of text and displays, and how the cell ended.
+"""Collects the output of one rank in one cell: text, displays, and how the cell ended.
 
-`Transcript` has a `RankTranscript` for each rank, in the notebook's process.  Pure: no I/O here.
+In the notebook's process `Transcript` has a `RankTranscript` for each rank.  Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ SHOWN = events.Text | events.Display | Skipped | events.Failure | events.Typed
 
 RunState = Literal["waiting", "running", "ok", "failed", "died", "aborted"]
 DisplayState: TypeAlias = RunState | Literal["released", "stopped"]
-"""A state in the words that people see.
+"""The state of a rank as a panel names it.
 
-If another rank's failure ended a rank's cell, the rank is "released", and after Stop it is
-"stopped": neither rank has failed itself.
+A rank is "released" if the failure of another rank has ended its cell, and "stopped" if Stop has.
+Such a rank is not called "failed", since it had no error of its own.
 """
 
 FINAL_STATES: frozenset[RunState] = frozenset({"ok", "failed", "died", "aborted"})
@@ -49,7 +49,10 @@ def display_state_of(error: events.RankError) -> DisplayState:
 
 
 class RichDisplay(NamedTuple):
-    """A display with its newest content; `content` hashes all but text/plain and widget ids."""
+    """A display with its newest content, and digests that are compared between ranks.
+
+    `content` is a hash of the whole content except for text/plain and the ids of widgets.
+    """
 
     display: events.Display
     key: OutputDigests
@@ -58,20 +61,21 @@ class RichDisplay(NamedTuple):
     @classmethod
     def of(cls, display: events.Display) -> RichDisplay:
         """Compute the digests of a display once, since its content may be large."""
-        # A result equals a display, since a panel does not show the number of the result.
+        # The digests leave out `is_result`: a panel shows results and displays in the same way.
         data = {kind: value for kind, value in display.data.items() if kind != "text/plain"}
-        if WIDGET in data:  # the id of the model differs on each rank
+        if WIDGET in data:  # the model's id differs on each rank, also for alike widgets
             data[WIDGET] = ""
         plain, content = repr(display.data.get("text/plain")), content_key(data)
         if not data:
             return cls(display, key_of(plain), content)
-        # Figures and tables that differ in a number are not alike: a figure cannot show a set.
+        # Figures are alike only if they are equal: a figure cannot show `{0.1, 0.2}` in the place
+        # of a number that differs between ranks, as a line of text can.
         same = content + plain.encode("utf-8", "surrogatepass")
         return cls(display, OutputDigests(same, same), content)
 
     @property
     def is_text(self) -> bool:
-        """Whether the display has nothing but text/plain."""
+        """Whether text/plain is the only content of the display."""
         return [*self.display.data] == ["text/plain"]
 
     @property
@@ -86,10 +90,13 @@ TranscriptEntry: TypeAlias = ScreenLine | RichDisplay | Skipped
 
 
 class RankTranscript:
-    """The output of a rank in a cell, in pieces that are in the order of their arrival."""
+    """The output of one rank in one cell, as a list of pieces in the order of their arrival."""
 
     def __init__(self, rank: int, keep_lines: int, most_shown: int = SHOWN_AT_MOST) -> None:
-        """Keep about the newest `keep_lines` lines, and displays of `most_shown` characters."""
+        """Create a transcript that keeps a limited amount of the newest output.
+
+        The limits are about `keep_lines` lines, and `most_shown` characters of displays.
+        """
         self.rank = rank
         self.state: RunState = "waiting"
         self.pieces: list[OutputPiece] = []
@@ -105,7 +112,7 @@ class RankTranscript:
         self._left_out = 0
         self._note: RichDisplay | None = None  # says how many displays are left out
         self._clear_next = False
-        self._new_lines = 0  # since `_forget_oldest` last ran
+        self._new_lines = 0  # lines written since `_forget_oldest` last ran
         self._body: tuple[int, OutputDigests] | None = None
         self._error_keys: tuple[object, tuple[str, ...]] = (None, ("",))
 
@@ -118,7 +125,7 @@ class RankTranscript:
 
     @property
     def display_state(self) -> DisplayState:
-        """The state of the rank as people see it."""
+        """The rank's state as a panel names it: also "released" or "stopped"."""
         if self.state == "failed" and isinstance(error := self.error, events.Failure):
             return display_state_of(error)
         return self.state
@@ -141,7 +148,7 @@ class RankTranscript:
 
     @property
     def line_count(self) -> int:
-        """The number of lines since the last clear, with the lines that are no longer kept."""
+        """The number of lines since the last `clear_output`, kept or not."""
         texts = [piece.line_count for piece in self.pieces if isinstance(piece, Screen)]
         return sum(texts) + sum(piece.lines for piece in self.pieces if isinstance(piece, Skipped))
 
@@ -155,19 +162,22 @@ class RankTranscript:
         return [piece for piece in self.pieces if isinstance(piece, RichDisplay)]
 
     def has_display(self, display_id: str) -> bool:
-        """Return True if a display of this id is kept, which an update can replace."""
+        """Return True if a display with this id is kept, so that an update can replace it."""
         return any(shown.display.display_id == display_id for shown in self.displays)
 
     @property
     def visible_pieces(self) -> list[OutputPiece]:
-        """The pieces that show lines or displays; ranks with alike bodies have equally many."""
+        """The pieces except for screens without a line, as with only a progress bar.
+
+        Ranks whose output is alike (see `body`) have the same number of visible pieces.
+        """
         return [piece for piece in self.pieces if not isinstance(piece, Screen) or piece.line_count]
 
     @property
     def bars(self) -> list[Bar]:
-        """The progress bars on the rank's screens, the first bar first, each in its last state.
+        """The rank's progress bars in their last states, the first bar first.
 
-        A bar that a program goes on drawing below a display is on two screens, and counts once.
+        A bar that a program draws again below a display is on two screens, and counts once.
         """
         later: dict[tuple[str, str], Bar] = {}
         kept = []
@@ -195,10 +205,13 @@ class RankTranscript:
 
     @property
     def body(self) -> OutputDigests:
-        """The digests of all output, to compare with other ranks; `error_keys` compares errors."""
+        """The digests by which the rank's lines and displays are compared with other ranks'.
+
+        Errors are not included: `error_keys` compares errors.
+        """
         if self._body is None or self._body[0] != self.version:
             digest = Digest()
-            for piece in self.visible_pieces:  # without screens whose lines were all erased
+            for piece in self.visible_pieces:
                 digest.add_key(key_of(repr(piece)) if isinstance(piece, Skipped) else piece.key)
             self._body = self.version, digest.key
         return self._body[1]
@@ -221,12 +234,12 @@ class RankTranscript:
         return "".join(f"{strip(line.text)}\n" for line in lines if line.stderr is stderr)
 
     def receive(self, output: events.Output, now: float) -> None:
-        """Add an output of the rank; if the output may change what is shown, `version` grows."""
+        """Add an output of the rank, and raise `version` if the output may change the panel."""
         self.begin(now)
         self.version += self._apply(output, now)
 
     def begin(self, now: float) -> None:
-        """Mark the rank as running from `now` on, if it was waiting."""
+        """Mark a waiting rank as running, and set the rank's start to `now` if it has none."""
         if self.started is None:
             self.started = now
         if self.state == "waiting":
@@ -256,9 +269,7 @@ class RankTranscript:
             case events.Failure():
                 self.failure, self.state = output, "failed"
             case events.InputRequest():
-                self.input_request = (
-                    output  # the input box shows the prompt until something is typed
-                )
+                self.input_request = output  # `Typed` writes its prompt, with the typed line
             case events.Typed(text=text):
                 prompt = self.input_request.prompt if self.input_request is not None else ""
                 self._screen().write("stdout", f"{prompt}{text}\n")
@@ -277,7 +288,7 @@ class RankTranscript:
         return True
 
     def _show_error(self, shown: events.Failure) -> None:
-        """Write a traceback as stderr text, for an error during or after a cell that succeeded."""
+        """Write the traceback of an error that has not failed the cell, as text of stderr."""
         self._screen().write("stderr", "\n".join([*shown.traceback, ""]))
 
     def _screen(self) -> Screen:
@@ -338,11 +349,14 @@ class RankTranscript:
             self.pieces.append(text)
 
     def _count(self, display: events.Display) -> None:
-        """Count a display's size; above the limit, drop old displays down to half of the limit."""
+        """Subtract the size of a new or updated display from the room for displays.
+
+        If no room is left, keep only the newest displays, of about half of the limit in all.
+        """
         self._room -= self._cost(display)
         if self._room >= 0:
             return
-        self._room = self._most_shown  # count again, without earlier contents of updated displays
+        self._room = self._most_shown  # count again: replaced contents of displays count too
         kept: list[OutputPiece] = []
         note_place = dropped = 0
         for piece in reversed(self.pieces):
@@ -363,7 +377,7 @@ class RankTranscript:
         return max(events.size_of(display), self._most_shown // MAX_DISPLAYS)
 
     def _leave_out(self, at: int, number: int) -> None:
-        """Count `number` more dropped displays, and move the note with the count to index `at`."""
+        """Count more dropped displays, and move the note that says how many to index `at`."""
         self._left_out += number
         note = events.Display({"text/plain": left_out_text(self._left_out)}, {})
         self.pieces.insert(at, shown := RichDisplay.of(note))
@@ -380,7 +394,7 @@ class RankTranscript:
 
 
 def _joined(pieces: Sequence[OutputPiece]) -> Iterator[OutputPiece]:
-    """Join screens between two displays to one screen, after the sum of the `Skipped` pieces there.
+    """Merge the pieces between two displays: all `Skipped` into one, then all screens into one.
 
     Displays are yielded unchanged.
     """

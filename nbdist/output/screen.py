@@ -1,8 +1,8 @@
-"""A terminal of unlimited height, which shows the text that one rank has printed.
+"""Emulates a terminal without a limit of height: keeps the text that one rank has printed.
 
 Progress bars are kept apart from lines of text, in `BarRows`.  If a program prints text behind or
 over a bar, the bar is removed from its row.  A row with only a bar does not count as a line.
-`RankTranscript` and `PlainLines` write to screens.  Pure: no I/O here.
+In the notebook's process `RankTranscript` and `PlainLines` write to screens.  Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MAX_LINE_LENGTH = 16_000_000
 KEEP_CHARACTERS = 48_000_000
 _LONGEST_ESCAPE = 4096
 _LONGEST_JUMP = 10_000
-# So many of the newest rows are expected to change, as nested progress bars do.  An older row can
-# change too, but then `key` must compute the digest of all kept rows again.
+# The number of newest rows that are expected to change, as the rows of nested progress bars do.  An
+# older row can change too, but then `key` must compute the digest of all kept rows again.
 _UNSETTLED = 64
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
@@ -47,14 +47,14 @@ _TOKEN = re.compile(
     r"|."
 )
 _UNFINISHED = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]P^_X][^\x07\x1b]*\x1b?|[ -/]*)\Z")
-# Flags of a row: `_STDERR_FLAG` if stderr wrote to the row, `_EDITED_FLAG` if characters were
-# written over, `_DRAWN_FLAG` if the row was written after a carriage return or the like, and
-# `_ENDED_FLAG` if the stream that wrote last ended the row with a newline.
+# Flags of a row.  `_STDERR_FLAG`: stderr wrote to the row.  `_EDITED_FLAG`: characters of the row
+# were overwritten.  `_DRAWN_FLAG`: the row was written after a carriage return or a similar code.
+# `_ENDED_FLAG`: the stream that wrote last ended the row with a newline.
 _STDERR_FLAG, _EDITED_FLAG, _DRAWN_FLAG, _ENDED_FLAG = 1, 2, 4, 8
 
 
 class ScreenLine(NamedTuple):
-    """A line with all colour codes that it needs; `stderr` is True if stderr wrote to the line."""
+    """A line with all colour codes that show it alone; `stderr` is True if stderr wrote to it."""
 
     text: str
     stderr: bool
@@ -67,14 +67,14 @@ class _OpenRow:
 
     def __init__(self, text: str) -> None:
         self._characters = StringIO()
-        self._styles: list[Style] | None = None  # None: all plain
+        self._styles: list[Style] | None = None  # None: all characters are plain
         self._rendered: str | None = None
         self.width = 0
         for part, style in styled(text):
             self.put(self.width, part, style)
 
     def put(self, column: int, text: str, style: Style) -> None:
-        """Write text at `column`, over older characters; fill a gap before it with spaces."""
+        """Write text at `column` over older characters; fill a gap before `column` with spaces."""
         if not text:
             return
         if column > self.width:
@@ -101,7 +101,7 @@ class _OpenRow:
         self._styles = styles
 
     def cut(self, column: int) -> None:
-        """Erase from `column` to the end."""
+        """Erase the characters from `column` to the end of the row."""
         if column < self.width:
             self._rendered = None
             self._characters.seek(column)
@@ -111,7 +111,7 @@ class _OpenRow:
                 del self._styles[column:]
 
     def render(self) -> str:
-        """Return the row with its colour codes; the text is cached until the row changes."""
+        """Return the row's text with colour codes, from a cache if the row has not changed."""
         if self._rendered is None:
             text, parts, start = self._characters.getvalue(), [], 0
             for style, run in groupby(self._styles or ()):
@@ -124,11 +124,10 @@ class _OpenRow:
 
 
 class Screen:
-    """The lines and progress bars that `write` has made.
+    """The lines and progress bars that a terminal would show after the text given to `write`.
 
-    Rows are numbered from the first row ever written.  At most `keep_lines` rows can be read; `key`
-    counts lines, mostly older lines too, but no bars.  `changed_from` is the topmost row that was
-    written to since the reader last set `changed_from`.
+    Rows are numbered from the first row ever written.  At most `keep_lines` rows can be read.
+    `changed_from` is the topmost row that was written to since the reader last set `changed_from`.
     """
 
     def __init__(self, keep_lines: int = 10_000) -> None:
@@ -136,8 +135,8 @@ class Screen:
         self._keep = keep_lines
         self._rows = [""]
         self._flags = bytearray(1)
-        self._first = 0  # the absolute number of _rows[0]
-        self._characters = 0  # roughly, in all rows but `_open`
+        self._first = 0  # the number of the row _rows[0]; earlier rows were dropped
+        self._characters = 0  # about how many are in all rows except `_open`
         self._row = 0  # the index of the cursor's row in _rows
         self._column = 0
         self._open: _OpenRow | None = None  # replaces _rows[_row] while a program writes the row
@@ -147,15 +146,16 @@ class Screen:
         self._settled = 0
         self._bars = BarRows()
         self._parsed: tuple[str, Bar | None] = "", None  # cache: the last parsed row, and its bar
-        self._drawn_before = 0  # characters of the previous drawing in this row
-        self._is_redrawing = False  # the cursor went back in this row, as by a carriage return
-        # The column up to which this row was written since a carriage return or a move to the row.
+        self._drawn_before = 0  # length of the drawing before the last carriage return in this row
+        self._is_redrawing = False  # True if the cursor went back in this row, as to column 0
+        # The column up to which this row was written since the last carriage return, or since the
+        # cursor came to the row.
         self._drawn_to = 0
         self._last_flag = 0
 
     @property
     def dropped(self) -> int:
-        """The number of rows that can no longer be read, from the first one on."""
+        """The number of rows that can no longer be read, which are the topmost."""
         return max(self._first, self.end - self._keep)
 
     @property
@@ -165,7 +165,10 @@ class Screen:
 
     @property
     def end(self) -> int:
-        """The row after the last shown row; erased rows or the cursor's empty row may follow."""
+        """The number of the row after the last row with text.
+
+        Rows that were erased, and the empty row of the cursor, may follow.
+        """
         count = len(self._rows)
         while count - 1 > self._row and not self._is_shown(count - 1):
             count -= 1
@@ -177,7 +180,7 @@ class Screen:
 
     @property
     def is_edited(self) -> bool:
-        """Whether the cursor's row was written over, as progress bars are."""
+        """Whether characters of the cursor's row were overwritten, as in a progress bar."""
         return bool(self._flags[self._row] & _EDITED_FLAG)
 
     def __len__(self) -> int:
@@ -186,7 +189,7 @@ class Screen:
 
     @property
     def line_count(self) -> int:
-        """The number of all lines so far, with the lines that can no longer be read."""
+        """The number of all lines so far, including lines that can no longer be read."""
         end = self.end
         return end - self._bars.forgotten - sum(row < end for row in self._rows_of_bars())
 
@@ -200,9 +203,9 @@ class Screen:
     def lines(
         self, start: int | None = None, stop: int | None = None, *, bars: bool = False
     ) -> Iterator[ScreenLine]:
-        """Yield the lines from row `start` up to but not including row `stop`, if they can be read.
+        """Yield the readable lines from row `start` up to but not including row `stop`.
 
-        With `bars` rows of progress bars are lines, too.
+        With `bars`, rows with progress bars count as lines too.
         """
         first = max(self.dropped, start or 0) - self._first
         last = min(self.end, self.end if stop is None else stop) - self._first
@@ -212,7 +215,7 @@ class Screen:
                 yield ScreenLine(self._text(row), bool(self._flags[row] & _STDERR_FLAG))
 
     def tail(self, count: int, *, bars: bool = False) -> list[ScreenLine]:
-        """Return the last `count` lines; with `bars` rows of progress bars are lines, too."""
+        """Return the last `count` lines; with `bars`, rows with progress bars count as lines."""
         lines = list[ScreenLine]()
         left_out = () if bars else self._rows_of_bars()
         row, dropped = self.end, self.dropped
@@ -228,7 +231,8 @@ class Screen:
     def bars(self) -> list[tuple[int, Bar]]:
         """Return the progress bars and their rows, the topmost first.
 
-        A bar that was drawn again further down, below a line of text, is only in its last row.
+        If a program has printed a line of text and drawn the bar again below, only the last row of
+        the bar is returned.
         """
         bar = self._bar_at_cursor()
         return self._bars.list_bars((self.cursor, bar) if bar else None, self._is_ended)
@@ -241,7 +245,8 @@ class Screen:
     def has_ended(self, row: int, bar: Bar) -> bool:
         """Return True if a program has ended the row of this bar with a newline.
 
-        Return False if text has replaced the bar in its row: the program may draw the bar again.
+        Return False if text has replaced the bar in its row, since the program may draw the bar
+        again below that text.
         """
         return self._bars.by_row.get(row) == bar and self._is_ended(row)
 
@@ -265,13 +270,14 @@ class Screen:
         return read_row(plain, is_edited=is_drawn)
 
     def _remove_bar(self, bar: Bar, width: int) -> None:
-        """Record that the bar in the cursor's row, of `width` characters, is replaced by text."""
+        """Record that text replaces the bar of `width` characters in the cursor's row."""
         self._bars.record_removed(self.cursor, bar, width, self._first + len(self._rows))
 
     def _remove_bar_before_text(self, row: _OpenRow) -> None:
         """If a program has printed text behind a bar, remove the bar, and keep the text in the row.
 
-        If the row has a bar, older characters behind what was drawn now are erased.
+        If the row has a bar, also erase characters behind the bar that remain from a longer, older
+        drawing of the bar.
         """
         plain = row.plain[: self._drawn_to]
         has_older = row.width > len(plain)
@@ -293,7 +299,11 @@ class Screen:
 
     @property
     def key(self) -> OutputDigests:
-        """The digests of all lines, mostly with dropped lines, to compare with other screens."""
+        """The digests by which the lines of this screen are compared with other screens.
+
+        Dropped lines count too, unless a program has moved the cursor up over many rows: the
+        digests are then computed again, from the lines that are still kept (`_move_to`).
+        """
         end = self.end
         self._settle(min(self.cursor, end - _UNSETTLED))
         digest = self._digest.copy()
@@ -306,7 +316,10 @@ class Screen:
             self._settled = row
 
     def _block(self, start: int, stop: int) -> tuple[str, bytes]:
-        """Return the lines of rows `start` to `stop - 1`, without colours, and their origins."""
+        """Return the lines of rows `start` to `stop - 1` as one text without colours.
+
+        Also return a byte for each line that says whether stderr wrote to the line.
+        """
         first, last = max(start - self._first, 0), stop - self._first
         if last <= first:
             return "", b""
@@ -339,12 +352,12 @@ class Screen:
     # --- writing ------------------------------------------------------------------------
 
     def write(self, stream: str, text: str) -> None:
-        """Write the next characters of a stream, which may end inside an escape sequence."""
+        """Write the next characters of a stream; they may end inside an escape sequence."""
         if self._pending[stream]:
             text, self._pending[stream] = self._pending[stream] + text, ""
         if "\x1b" in text:
             text = self._keep_unfinished(stream, text)
-        if "\r\n" in text:  # means the same, but a plain newline is much faster
+        if "\r\n" in text:  # has the same effect as a newline, which `_append` writes much faster
             text = text.replace("\r\n", "\n")
         flag = _STDERR_FLAG if stream == "stderr" else 0
         if flag != self._last_flag:
@@ -368,7 +381,10 @@ class Screen:
         return "\x1b" in text and not _CONTROL.search(SGR.sub("", text))
 
     def _append(self, text: str, flag: int) -> None:
-        """Append a simple text, whole lines at once, which is fast."""
+        """Append a text that `_is_simple`.
+
+        Whole lines are appended at once, which is much faster than `_write_tokens`.
+        """
         head, newline, remainder = text.partition("\n")
         self._write_tokens(head, flag)
         if not newline:
@@ -384,7 +400,7 @@ class Screen:
                     if bar := read_row(line, is_edited=False):
                         self._bars.put(row, bar)
             self._rows[-1:] = [*lines, ""]
-            # An empty line belongs to no stream, just as if its newline had been written alone.
+            # An empty line belongs to no stream, as if `_write_tokens` had written its newline.
             origins = bytes(flag if strip(line) else 0 for line in lines) if flag else b""
             self._flags[-1:] = (origins or bytes(len(lines))) + b"\0"
             self._row = len(self._rows) - 1
@@ -392,7 +408,7 @@ class Screen:
         self._write_tokens(last, flag)
 
     def _coloured(self, line: str) -> str:
-        """Return a line with the current colours at its start, and a reset at its end if needed."""
+        """Return a line that begins and ends without colour: add the current style, and a reset."""
         before = self._style
         if "\x1b" in line:
             self._style = reduce(restyle, SGR.findall(line), before)
@@ -408,7 +424,7 @@ class Screen:
         if start > 0 and text[start - 1 : start] == "\x1b":
             start -= 1
         if start >= 0 and text[start:] == "\x1b" and start > 0:
-            # This may be half of the "ESC \" that ends an operating system command.
+            # The last ESC may be half of the "ESC \" that ends a sequence such as `ESC ]0;title`.
             before = text.rfind("\x1b", max(0, start - _LONGEST_ESCAPE), start)
             if before >= 0 and _UNFINISHED.match(text, before):
                 start = before
@@ -433,7 +449,7 @@ class Screen:
                     self._execute(token["command"], token["parameters"])
 
     def _drawn_width(self) -> int:
-        """Return the number of characters last drawn in this row; 0 if the row cannot be a bar."""
+        """Return the length of the text last drawn in this row; 0 if the row cannot be a bar."""
         if self._open is None:
             width = len(self._rows[self._row]) if self.cursor in self._bars.by_row else 0
             return max(width, self._bars.cut_widths.get(self.cursor, 0))
@@ -445,19 +461,20 @@ class Screen:
         if not text:
             return
         row = self._open_row()
-        # A stream may write a row in several pieces: only the first piece can follow an older bar.
+        # A stream may write a row in several pieces.  Only the first piece can replace a bar in the
+        # row.
         has_come = not self._drawn_to and not self._is_redrawing
         if row.width and has_come and (bar := self._bar_at_cursor()):
             self._remove_bar(bar, _width(row.plain))
             row.cut(0)
             self._column, self._flags[self._row] = 0, 0
         elif has_come and self._column and not row.plain.strip():
-            row.cut(0)  # the cursor came up from the end of a bar below
+            row.cut(0)  # start at column 0: the cursor came up from the end of a bar in a lower row
             self._column, self._flags[self._row] = 0, 0
         elif text.isspace() and not self._column and self._is_redrawing:
             if bar := self._bar_at_cursor():
                 self._bars.drop_removed(bar)
-                row.cut(len(text))  # also the rest of a longer bar
+                row.cut(len(text))  # erases also the end of a bar that was longer
             elif not row.plain.strip():
                 first = max(self._first, self.cursor - _UNSETTLED)
                 self._bars.drop_lowest(len(text), first, self._width_of)
@@ -487,7 +504,7 @@ class Screen:
     def _open_row(self) -> _OpenRow:
         self.changed_from = min(self.changed_from, self.cursor)
         if self._open is None:
-            width = self._bars.pop_row(self.cursor)  # the row is parsed when the cursor leaves it
+            width = self._bars.pop_row(self.cursor)  # `_move_to` parses the row again
             self._flags[self._row] &= ~_ENDED_FLAG
             self._open = _OpenRow(self._rows[self._row].ljust(width))
             self._characters -= len(self._rows[self._row])
@@ -495,14 +512,15 @@ class Screen:
 
     def _move_to(self, row: int) -> None:
         if self._first + row < self._settled:
-            # The digest includes rows that may change now: compute a new digest, of the kept rows.
+            # The digest already includes rows that may change now.  Nothing can be taken out of a
+            # digest, so begin a new digest, of the rows that are kept.
             self._digest, self._settled = Digest(), self._first
         self._is_redrawing, self._drawn_to, self._drawn_before = False, 0, 0
         if self._open is not None:
             self._bars.put(self.cursor, self._bar_at_cursor())
             if self._flags[self._row] & _DRAWN_FLAG and self._open.width <= LONGEST_BAR:
                 plain = self._open.plain
-                if plain[-1:] == " " and is_cut(plain):  # the stored row has no trailing space
+                if plain[-1:] == " " and is_cut(plain):  # `_rows` loses the space at the end
                     self._bars.cut_widths[self.cursor] = len(plain)
             self._rows[self._row] = text = self._text(self._row)
             self._characters += len(text) + 1
@@ -512,7 +530,7 @@ class Screen:
     def _execute(self, command: str, parameters: str) -> None:
         """Execute the escape sequence `ESC[<parameters><command>`.
 
-        Colours, and the cursor moves and erasing that bars use, are executed; others are ignored.
+        Only colours, and the cursor moves and erasing that progress bars use, have an effect.
         """
         if command == "m":
             if SGR.fullmatch(f"\x1b[{parameters}m"):
@@ -555,7 +573,10 @@ class Screen:
 
     @classmethod
     def joined(cls, screens: Sequence[Screen]) -> Screen:
-        """Join screens to a new screen; after that, do not write to the joined screens."""
+        """Return a new screen with the lines and bars of several screens.
+
+        Text that is written to those screens later does not appear in the new screen.
+        """
         new = cls(screens[0]._keep)
         for each in screens:
             new._digest.add_key(each.key)
@@ -589,7 +610,7 @@ class Screen:
 
 
 def _width(plain: str) -> int:
-    """Return the length of a drawn bar, without trailing spaces that erase a longer bar."""
+    """Return the length of a drawn bar without the spaces by which tqdm erases a longer bar."""
     ends_with_space = plain[-1:] == " "
     return len(plain.rstrip(" ")) if ends_with_space and not is_cut(plain) else len(plain)
 

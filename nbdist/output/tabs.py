@@ -1,8 +1,9 @@
-"""Panels in which each rank has its own block, with the rank's output in the order of arrival.
+"""Lays out panels in which each rank has a block of its own, with all its output in order.
 
-In a finished cell each rank has a tab.  In a running cell the blocks of a few ranks stand below
-each other, since each new drawing of the panel would close an opened tab.  The notebook's display
-calls these functions.  Pure: no I/O here.
+In a finished cell each rank has a tab.  In a running cell the blocks of a few ranks are below each
+other, since each new drawing of the panel would close an opened tab.
+
+In the notebook's process `PanelDisplay` calls these functions.  Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ _LIVE_LINES = 24
 def live_by_rank(shown: Panel, transcript: Transcript, turn: int | None = None) -> Panel:
     """Return the panel of a running cell with a block for each rank that has output.
 
-    Ranks that wait for input come last, and the rank whose `turn` it is comes at the very end, next
-    to the input box.  With more than `MANY_RANKS` ranks the panel is returned as it is.
+    The blocks of ranks that wait for input come last.  The very last block is that of the rank that
+    the input box asks for now (`turn`), so that the block is next to the box.  With more than
+    `MANY_RANKS` ranks the panel is returned as it is.
     """
     if len(transcript.ranks) > MANY_RANKS:
         return shown
@@ -50,15 +52,16 @@ def live_by_rank(shown: Panel, transcript: Transcript, turn: int | None = None) 
 
 
 def final_tabs(shown: Panel, transcript: Transcript, logs: Mapping[int, str], name: str) -> Panel:
-    """Return the panel of a finished cell with a tab for each rank with output, up to `MAX_TABS`.
+    """Return the panel of a finished cell with a tab for each rank that has output.
 
-    The tab of the rank that failed first is open, or else the first tab.  `name` must be unique
-    among the panels of a page.
+    The tabs are in rank order; if there are more than `MAX_TABS`, failed ranks are kept first.  The
+    tab of the rank that failed first is open, or else the first tab.  `name` must be unique among
+    the panels of a page.
     """
     if not shown.states:  # the panel has only its head line
         return shown
     groups = [group for group in transcript.single_groups() if _has_output(group)]
-    if not groups:  # no rank has shown anything yet, and the ranks may still run
+    if not groups:  # no rank has output yet, and the cell may still run
         return shown
     with_output = {group.ranks[0] for group in groups}
     groups.sort(key=lambda group: not group.has_failed)

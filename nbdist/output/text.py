@@ -1,7 +1,7 @@
-"""Writes panels as text/plain, and the output of all ranks as one stream of lines.
+"""Writes panels as text/plain, and the output of all ranks as one stream of lines (`PlainLines`).
 
-A line below a header of a panel belongs to the ranks in that header.  `PlainLines` serves
-terminals, scripts and logs.  Pure: no I/O here.
+The notebook's process shows and saves this text beside the HTML of a panel.  In terminals, scripts
+and logs it uses `PlainLines` instead.  Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _MAX_ROWS = 200
 
 
 def panel_text(shown: Panel) -> str:
-    """Write a panel as text: its head, the output of ranks below headers, and its last lines."""
+    """Write a panel as text: its head, the output of ranks, and its notes.
+
+    The output below a header such as `── ranks 0-2 ──` belongs to the ranks in the header.
+    """
     before, after = shown.waits or shown.spread, "\n".join(filter(None, [shown.note, shown.foot]))
     head = [head_text(shown), *shown.warnings, *filter(None, [before])]
     return "\n".join([*head, *_body(shown), *filter(None, [after])])
@@ -50,7 +53,7 @@ def head_text(shown: Panel) -> str:
 
 def curves_lines(curves: Curves, *, is_live: bool = False) -> list[str]:
     """Write the numbers that ranks have tracked as tables, below a header."""
-    from nbdist.output.chart import curves_text, live_curves  # most cells track nothing
+    from nbdist.output.chart import curves_text, live_curves  # late, since few cells track numbers
 
     text = live_curves(curves)[1] if is_live else curves_text(curves)
     return ["── tracked ──", *text.split("\n")]
@@ -63,7 +66,7 @@ def failures_text(shown: Panel, *, colours: bool) -> Iterator[str]:
         if block.group.has_failed:
             error = block.group.error
             if block.group.part == "first" and isinstance(error, events.Failure):
-                # A panel shows fewer rows, but a terminal shows the error in no other place.
+                # A panel shows fewer rows, but a terminal shows the error only here.
                 text = traceback_text(error)
                 rows = [*traceback_rows(text if colours else strip(text), _MAX_ROWS)]
             else:
@@ -80,10 +83,10 @@ def failures_text(shown: Panel, *, colours: bool) -> Iterator[str]:
 def whole_text(
     transcript: Transcript, ranks: Iterable[int], logs: Mapping[int, str] | None = None
 ) -> str:
-    """Write the kept output of some ranks, the output of each rank below a header.
+    """Write all output of some ranks that the notebook has kept, each rank below a header.
 
     Lines that are not kept are replaced by their number and the name of the file in `logs`.  The
-    bars of each rank come after its lines and displays, and its error, with a traceback, last.
+    progress bars of a rank come after its lines and displays, and its error comes last.
     """
     parts: list[str] = []
     for output in map(transcript.__getitem__, ranks):
@@ -118,7 +121,7 @@ def _body(shown: Panel) -> Iterator[str]:
         bars = [clip(row, _LIVE_WIDTH) if shown.is_live else row for row in bars_text(shown.bars)]
         parts.insert(len(failed), [_header(shown.bars.ranks, "bars"), *bars])
     yield from chain.from_iterable(parts)
-    for row in shown.rows:  # mostly for ranks without a block
+    for row in shown.rows:  # of ranks without a block, or of ranks that are a few lines ahead
         yield _header(row.ranks, row.sameness)
         yield strip(row.line.text)
     if shown.silent:
@@ -166,7 +169,7 @@ def _block_header(block: PanelBlock) -> str:
 
 
 def _header(ranks: Iterable[int], sameness: str = "", mark: str = "") -> str:
-    """Write `── ranks 0-4,6-7 (same) ──`, `── rank 5 ✗ ──`."""
+    """Write a header, such as `── ranks 0-4,6-7 (same) ──` or `── rank 5 ✗ ──`."""
     words = [name_ranks(ranks), f"({sameness})" if sameness else "", mark]
     return f"── {' '.join(filter(None, words))} ──"
 
@@ -174,9 +177,11 @@ def _header(ranks: Iterable[int], sameness: str = "", mark: str = "") -> str:
 # --- outputs of all ranks as one stream of lines, for terminals, scripts and logs -------------
 
 MERGE_SECONDS = 0.1
-# Equal lines are merged only if fewer than so many texts of a rank are queued before its line.
+# Equal lines of ranks are merged only if each rank has fewer than this many texts queued before its
+# line: a longer search would be slow.
 _LOOK_AHEAD = 50
-# Text is written to a screen in pieces, so that each line is queued before the screen drops it.
+# Text is written to a screen in pieces of this length, since a screen drops old lines: each line
+# must be queued before.
 _SLICE_LENGTH = 64_000
 _KEEP = 64_000
 
@@ -186,8 +191,8 @@ class _Rank:
     """The screen of a rank, and a queue of the rank's complete lines and displays."""
 
     screen: Screen = field(default_factory=lambda: Screen(_KEEP))
-    queued_to: int = 0  # the row of the screen up to which lines are queued
-    bars: list[Bar] = field(default_factory=list)  # of screens that have ended
+    queued_to: int = 0  # the row of the screen before which all lines are queued
+    bars: list[Bar] = field(default_factory=list)  # of earlier screens: see `end_screen`
     queue: deque[tuple[float, str]] = field(default_factory=deque)
     waiting: Counter[str] = field(default_factory=Counter)  # how often each text is in the queue
 
@@ -197,7 +202,7 @@ class _Rank:
             case events.Text(stream=stream, text=text):
                 for start in range(0, len(text), _SLICE_LENGTH):
                     self.screen.write(stream, text[start : start + _SLICE_LENGTH])
-                    # Nested progress bars go back up to lines that were complete before.
+                    # Nested bars move the cursor up, and may write to rows that were queued.
                     self.queued_to = min(self.queued_to, self.screen.changed_from)
                     self.screen.changed_from = self.screen.cursor
                     self._queue_lines(self.screen.cursor, now)
@@ -213,14 +218,14 @@ class _Rank:
             case events.Done() | events.InputRequest():
                 self.end_screen(now)
             case events.Typed() | events.Clear():
-                pass  # a terminal shows typed text itself, and printed lines cannot be cleared
+                pass  # the terminal itself has shown the typed text, and cannot clear old lines
 
     def _queue_text(self, text: str, now: float) -> None:
         self.end_screen(now)
         self._queue_texts([text], now)
 
     def end_screen(self, now: float) -> None:
-        """Queue all lines of the screen, with an incomplete last line, and begin a new screen."""
+        """Queue all lines of the screen, also an incomplete last line, and begin a new screen."""
         self._queue_lines(self.screen.end, now)
         self.bars += [bar for _, bar in self.screen.bars()]
         self.screen, self.queued_to = Screen(_KEEP), 0
@@ -230,20 +235,23 @@ class _Rank:
         self.queued_to = max(self.queued_to, stop)
 
     def _queue_texts(self, texts: Iterable[str], now: float) -> None:
-        """Queue whole texts: the lines of a text, such as the rows of a table, stay together."""
+        """Queue each text as a whole, so that the lines of a text, as of a table, stay together."""
         for text in texts:
             self.queue.append((now, text))
             self.waiting[text] += 1
 
     def count_before(self, text: str) -> int:
-        """Return the number of texts before this text; 0 if the text is far behind, or missing."""
+        """Return the number of queued texts before this text.
+
+        Return 0 if the text is not queued, or `_LOOK_AHEAD` or more texts are before it.
+        """
         if text not in self.waiting:
             return 0
         soon = islice(self.queue, _LOOK_AHEAD)
         return next((number for number, (_, each) in enumerate(soon) if each == text), 0)
 
     def pop(self) -> str:
-        """Remove and return the next text."""
+        """Remove and return the next text of the queue."""
         _, text = self.queue.popleft()
         self.waiting[text] -= 1
         if not self.waiting[text]:
@@ -258,21 +266,23 @@ def _with_ranks(ranks: Iterable[int], text: str) -> Iterator[str]:
 
 
 class PlainLines:
-    """Merges the lines of ranks to one stream; equal lines of ranks may become `[0-3] epoch 1`.
+    """Merges the lines of ranks to one stream, in which each line begins with its ranks.
 
-    Call `due` about every `MERGE_SECONDS`, and `finish` at the end.  Times are monotonic seconds.
+    Equal lines of several ranks become one line, such as `[0-3] epoch 1`, if they arrive within
+    `MERGE_SECONDS`.  Callers must call `due` about so often, and `finish` at the end.  Times are
+    monotonic, in seconds.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._ranks = {rank: _Rank() for rank in sorted(ranks)}
 
     def receive(self, rank: int, output: events.Output, now: float) -> Iterator[str]:
-        """Add an output, and yield the lines that need not wait for other ranks."""
+        """Add an output of a rank, and yield the lines that are `due`."""
         self._ranks[rank].add(output, now)
         yield from self.due(now)
 
     def due(self, now: float) -> Iterator[str]:
-        """Yield the next lines that all ranks have printed, or that have waited `MERGE_SECONDS`."""
+        """Yield the lines that all ranks have printed, or that have waited for `MERGE_SECONDS`."""
         while True:
             heads = [(rank.queue[0], number) for number, rank in self._ranks.items() if rank.queue]
             if not heads:
@@ -283,7 +293,7 @@ class PlainLines:
                 return
             same = []
             for number, rank in self._ranks.items():
-                for _ in range(rank.count_before(text)):  # first the earlier lines of this rank
+                for _ in range(rank.count_before(text)):  # a rank's lines must stay in their order
                     yield from _with_ranks([number], rank.pop())
                 if rank.queue and rank.queue[0][1] == text:
                     rank.pop()
@@ -295,7 +305,7 @@ class PlainLines:
         yield from self.due(float("inf"))
 
     def finish(self, now: float) -> Iterator[str]:
-        """Yield all remaining lines, incomplete ones too, then the last states of progress bars."""
+        """Yield all remaining lines, also incomplete lines, then the last states of all bars."""
         for rank in self._ranks.values():
             rank.end_screen(now)
         yield from self.flush()

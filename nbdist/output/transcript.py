@@ -39,17 +39,23 @@ from nbdist.output.wording import error_text, fold_ranks
 from nbdist.words import name_ranks
 
 SHOWN_OF_ALL, SHOWN_AT_LEAST = 256 << 20, 4 << 20
-"""Characters of displays that are kept: of all ranks together, and at least of each rank."""
+"""The most characters of displays that are kept of all ranks together.
+
+Each rank may keep at least the second number, also if many ranks then exceed the first.
+"""
 
 MAX_WARNINGS = 4
 
 MAX_EXACT_ROWS = 16
-"""Up to so many lines and displays, groups differ by every number; see `Transcript.groups`."""
+"""The most lines and displays of a cell for which ranks with different numbers are not merged.
+
+See `Transcript.groups`.
+"""
 
 MAX_NUMBERED_LINES, MAX_NUMBERED_LINES_OF_ALL = 200, 6_000
-"""Lines above which outputs that differ in numbers are not merged: of a rank, and of all ranks.
+"""The most lines of outputs that are merged although they differ in numbers.
 
-A rank may have more lines than `MAX_NUMBERED_LINES` if all ranks together are below their limit.
+The limit for a rank is the first number, or an equal share of the second number if that is more.
 """
 
 
@@ -90,12 +96,12 @@ class Transcript:
                 each.receive(Done("aborted", self.elapsed(now)), now)
 
     def warn(self, text: str) -> None:
-        """Add a warning about the ranks for the head of the panel, unless it has `MAX_WARNINGS`."""
+        """Add a warning to the head of the panel, unless `MAX_WARNINGS` warnings are there."""
         if text not in self.warnings and len(self.warnings) < MAX_WARNINGS:
             self.warnings.append(text)
 
     def count_display_states(self) -> Counter[DisplayState]:
-        """Count the ranks by the state that people see."""
+        """Count the ranks in each state, as a panel names the states."""
         return Counter(each.display_state for each in self)
 
     @property
@@ -112,7 +118,10 @@ class Transcript:
         return any(each.has_had_bars for each in self)
 
     def elapsed(self, now: float | None = None) -> float:
-        """Return the seconds from the start to the end, or, while ranks run, to `now` if given."""
+        """Return the seconds from the start of the cell to its end, or to `now` while ranks run.
+
+        If ranks run and `now` is None, the seconds end when the last rank so far has finished.
+        """
         if self.started is None:
             return 0.0
         finish_times = [each.finished for each in self if each.finished is not None]
@@ -124,11 +133,15 @@ class Transcript:
         """Return the groups of ranks whose output and error are alike.
 
         If all groups together have at most `MAX_EXACT_ROWS` rows, the outputs in a group differ
-        only in times of day.  Else the outputs may differ in numbers too, and a set of the numbers
-        is shown.  If there are progress bars, a set is shown from the first line on: such a cell is
-        a loop, whose groups must not change with the number of lines.  With `is_live` ranks that
-        are a few lines ahead of others may stay in a group.  With `failed_first` the groups of
-        failed ranks come first.
+        only in times of day.  Otherwise the outputs in a group may also differ in numbers, and the
+        panel shows a set such as `{0.68, 0.67}` instead of the number.
+
+        A cell with progress bars is a loop that prints more and more lines.  Its ranks are merged
+        in spite of different numbers from the first line on, since otherwise the whole panel would
+        change as soon as there are more than `MAX_EXACT_ROWS` rows.
+
+        With `is_live`, ranks that are a few lines ahead of others may stay in a group.  With
+        `failed_first`, the groups of failed ranks come first.
         """
         members: list[list[RankTranscript]] = []
         if is_exact := not self.has_had_bars:
@@ -164,7 +177,8 @@ class Transcript:
         for each in self:
             body = each.body.same if exactly else each.body.alike
             alike = _alike_keys(each.error, each.error_keys)
-            # Running ranks are grouped with ranks that are done; otherwise blocks come and go.
+            # Running and finished ranks have the same key: otherwise, whenever a rank finished,
+            # its group would split, and a block would appear in the panel.
             end = "failed" if each.state in FAILED else each.state == "aborted"
             keys = [(body, end, key) for key in alike]
             group = next((by_key[key] for key in keys if key in by_key), None)
@@ -186,9 +200,10 @@ class Transcript:
         return {each.rank: error for each in self if (error := each.error) is not None}
 
     def root_cause(self) -> tuple[int, RankError] | None:
-        """Return the rank and error of the earliest failure for which `is_consequence` is False.
+        """Return the rank that failed first, and its error; None if no rank has an error.
 
-        If all errors are consequences, return the lowest rank and its error; without errors, None.
+        Errors that another rank's failure or Stop has caused (`is_consequence`) are passed over.
+        If all errors are of that kind, return the lowest rank and its error.
         """
 
         def order(item: tuple[int, RankError]) -> tuple[bool, int]:
@@ -198,7 +213,7 @@ class Transcript:
         return min(self.errors.items(), key=order, default=None)
 
     def alike_error(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks whose error is like the error of `rank`, with `rank` itself."""
+        """Return the ranks whose errors are like the error of `rank`, including `rank`."""
         keys = {each.rank: _alike_keys(each.error, each.error_keys) for each in self}
         return tuple(
             other
@@ -216,13 +231,13 @@ def is_consequence(error: RankError) -> bool:
 
 # --- the output of alike ranks as one text, with a set in each place where they differ ---------
 
-# The places in which texts of alike ranks can differ, without and with times of day.
+# The parts in which texts of alike ranks can differ: numbers and addresses, or also times of day.
 _VARYING = re.compile(rf"{NUMBER}|0x[0-9a-fA-F]+|\d+")
 _VARYING_AND_TIMES = re.compile(rf"{TIME}|{_VARYING.pattern}")
 _MAX_SET_SIZE, _MAX_NUMBERS = 64, 16
 
 ErrorRelation = Literal["none", "first", "same", "other"]
-"""How the error of a group is related to the first error of the cell; see `AlikeRanks`."""
+"""How the error of a group is related to the first error of the cell: see `AlikeRanks.part`."""
 
 Likeness = Literal[
     "same",
@@ -231,10 +246,10 @@ Likeness = Literal[
     "stopped in the same line",
     "stopped",
 ]
-"""How alike the ranks of a group are, in the words that people see.
+"""How alike the ranks of a group are, in the words of the panel.
 
-`{…}` stands for the sets that are shown instead of differing numbers, addresses, devices and
-process ids.  If ranks differ in times of day, the earliest and the latest are shown.
+`{…}` stands for a set such as `{0.68, 0.67}`, which the panel shows instead of a number, address,
+device or process id that differs.  If times of day differ, it shows the earliest and the latest.
 """
 
 
@@ -267,12 +282,12 @@ class AlikeRanks(NamedTuple):
 
     @property
     def pieces(self) -> list[tuple[OutputPiece, ...]]:
-        """The pieces of the output: each is a tuple of that piece on all members."""
+        """The pieces of the members' output; each tuple has the same piece of every member."""
         return [*zip(*(each.visible_pieces for each in self.members), strict=True)]
 
     @property
     def line_count(self) -> int:
-        """The number of lines that every member has printed at least."""
+        """The number of lines of the member that has printed the fewest."""
         return min(each.line_count for each in self.members)
 
     @property
@@ -317,7 +332,8 @@ def _group_of(
     `alike` are the ranks with an error like the error of `first`.  If the group `is_exact`, the
     lines that all members have printed differ at most in times of day.
     """
-    # As long as a member runs, the group is shown as running, unless a member failed first.
+    # The group is shown in the state of the member that failed first in the cell.  Without such a
+    # member, the group is shown as running as long as any member runs.
     runs = next((each for each in members if each.state not in FINAL_STATES), members[0])
     shown = next((each for each in members if each.rank == first), runs)
     part: ErrorRelation = "none"
@@ -327,7 +343,7 @@ def _group_of(
     error = fold_errors([error for each in members if (error := each.error)])
     likeness: Likeness = "same except for {…}"
     if error is None and shown.error is not None:
-        # In a script that was stopped no line of the cell is known.
+        # The key begins with the lines of the cell, but a stopped script has no cell: no lines.
         has_line = not shown.error_keys[0].startswith("\n")
         likeness, error = "stopped in the same line" if has_line else "stopped", shown.error
     elif len({error_content(each.error) for each in members}) == 1 and (
@@ -338,7 +354,7 @@ def _group_of(
 
 
 def _differ_in_times(members: Sequence[RankTranscript]) -> bool:
-    """Return True if ranks whose lines are equal except for times of day differ in such times.
+    """Return True if these ranks, whose lines are otherwise equal, differ in times of day.
 
     Compares only the last `MAX_NUMBERED_LINES` lines that all of these ranks have printed.
     """
@@ -355,7 +371,7 @@ def _differ_in_times(members: Sequence[RankTranscript]) -> bool:
 
 
 _LONGEST_KNOWN, _LONGEST_WITH_SETS = 400, 2_000
-"""The most characters of a line that `_split_numbers` caches, and of a display with sets."""
+"""The most characters of a line that `_split_numbers` caches, and of a text display with sets."""
 
 _MAX_DIFFERING_NUMBERS, _LAST_COMPARED = 4, 200
 """The most numbers that may differ in a line of merged groups, and how many lines are checked."""
@@ -364,7 +380,10 @@ _MAX_DIFFERING_NUMBERS, _LAST_COMPARED = 4, 200
 def _merge_but_numbers(
     members: Sequence[list[RankTranscript]], max_lines: int
 ) -> list[list[RankTranscript]]:
-    """Merge groups whose lines differ only in numbers, if the sets of numbers stay readable."""
+    """Merge groups whose lines differ only in numbers, unless the merged lines are unreadable.
+
+    A merged line shows a set such as `{0.68, 0.67}` instead of a number (`_differs_much`).
+    """
     if len(members) == 1:
         return [*members]
     by_words: dict[object, list[RankTranscript]] = {}
@@ -415,9 +434,10 @@ def _words(output: RankTranscript, max_lines: int, *, is_exact: bool = False) ->
 
 
 def _text_with_sets(entry: TranscriptEntry) -> str:
-    """Return the text in which sets can stand for numbers, without colours.
+    """Return the text of a line or a short text display, without colours.
 
-    Return "" for a display that is a figure or a long text, and for lines that are only in the log.
+    Only in such a text, a set can replace numbers that differ between ranks.  Return "" for a
+    figure, for a display with a long text, and for lines that are only in the log.
     """
     match entry:
         case ScreenLine(text=text):
@@ -427,17 +447,20 @@ def _text_with_sets(entry: TranscriptEntry) -> str:
     return ""
 
 
-MAX_LINES_AHEAD = 3  # lines between the longest and the shortest output merged
+MAX_LINES_AHEAD = 3  # the most lines that a rank of a live group may be ahead of another rank
 
 
 def _merge_those_ahead(
     members: Sequence[list[RankTranscript]], max_lines: int, *, is_exact: bool
 ) -> list[list[RankTranscript]]:
-    """Merge a group with a group that only has a few lines more, unless there are many groups."""
+    """Merge each group with a group that only has printed a few lines more.
+
+    If there are many groups, merge none.
+    """
     if not 1 < len(members) <= MAX_EXACT_ROWS:
         return [*members]
     joined: list[list[RankTranscript]] = []
-    extents: list[tuple[int, _Words | None]] = []  # of each group: fewest lines, longest output
+    extents: list[tuple[int, _Words | None]] = []  # by group: its fewest lines, its longest output
     for each in sorted(members, key=lambda group: group[0].line_count):
         words = _words(each[0], max_lines, is_exact=is_exact)
         for index, (fewest, longest) in enumerate(extents):
@@ -457,9 +480,10 @@ def _merge_those_ahead(
 
 
 def _continues(words: _Words, longer: _Words) -> bool:
-    """Return True if `longer` has all output of `words`, then more lines, and an equal end.
+    """Return True if `longer` is the output `words` with more lines at its end.
 
-    Return False if a display is among the additional output or right before it.
+    Return False if the ranks have ended in different ways, or if a display is among the additional
+    output or right before it.
     """
     end, texts = words
     count = len(texts)
@@ -469,7 +493,7 @@ def _continues(words: _Words, longer: _Words) -> bool:
 
 
 def _split_numbers(text: str) -> tuple[str, tuple[str, ...]]:
-    """Return a line with 0 in each place that can vary, and the texts of these places."""
+    """Replace each number, address or time in a line by 0; also return the replaced texts."""
     return (_split if len(text) <= _LONGEST_KNOWN else _split.__wrapped__)(text)
 
 
@@ -480,7 +504,7 @@ def _split(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _differs_much(members: Sequence[RankTranscript]) -> bool:
-    """Return True if sets would be unreadable: too many ranks, or too many sets in a line."""
+    """Return True if merged lines would have sets of too many ranks, or too many sets in a line."""
     if len(members) > _MAX_NUMBERS:
         return True
     counts = [each.rows for each in members]
@@ -496,12 +520,18 @@ def _differs_much(members: Sequence[RankTranscript]) -> bool:
 
 
 def _places_of(text: str) -> re.Pattern[str]:
-    """Return the pattern of places where a text can vary; patterns with times are slower."""
+    """Return the pattern of the parts of a text that can differ between ranks.
+
+    The pattern that includes times of day is slow, so it is used only if the text may have a time.
+    """
     return _VARYING_AND_TIMES if may_have_time(text) else _VARYING
 
 
 def fold(texts: Sequence[str]) -> str | None:
-    """Merge texts of ranks, with sets; None if more than numbers, addresses and times differs."""
+    """Merge the texts of several ranks to one text, such as `loss {0.68, 0.67}`.
+
+    Return None if the texts differ in more than numbers, addresses and times of day.
+    """
     first = texts[0]
     if all(text == first for text in texts):
         return first
@@ -515,13 +545,13 @@ def fold(texts: Sequence[str]) -> str | None:
 
 
 def _split_places(text: str) -> tuple[list[str], list[str]]:
-    """Return the texts between the places where a text can vary, and those places."""
+    """Split a text at its numbers, addresses and times; return the texts between, and these."""
     places = _places_of(text)
     return places.split(text), places.findall(text)
 
 
 def fold_lines(lines: Sequence[ScreenLine]) -> ScreenLine:
-    """Merge a line that alike ranks have printed, with sets for numbers, or ` | ` between texts."""
+    """Merge the lines of alike ranks to one line by `fold`, else join them by ` | `."""
     first = lines[0]
     text = fold([line.text for line in lines])
     if text is None:
@@ -530,14 +560,14 @@ def fold_lines(lines: Sequence[ScreenLine]) -> ScreenLine:
 
 
 def fold_plain(texts: Sequence[str]) -> str:
-    """Merge texts without colours by `fold`; if `fold` cannot, join different texts by ` | `."""
+    """Merge texts without their colours by `fold`; if `fold` cannot, join them by ` | `."""
     plain = [strip(text) for text in texts]
     folded = fold(plain)
     return " | ".join(dict.fromkeys(plain)) if folded is None else folded
 
 
 def fold_shown(shown: Sequence[RichDisplay]) -> RichDisplay:
-    """Merge a display that alike ranks have shown: the first, with the merged text/plain of all."""
+    """Merge the displays of alike ranks: return the first display, with all text/plain merged."""
     first = shown[0]
     if all(other.plain == first.plain for other in shown):
         return first
@@ -546,7 +576,10 @@ def fold_shown(shown: Sequence[RichDisplay]) -> RichDisplay:
 
 
 def fold_tail(pieces: Sequence[OutputPiece], count: int) -> list[ScreenLine]:
-    """Merge the last `count` lines that the screens of all these ranks have in common."""
+    """Merge the last `count` lines of screens of alike ranks.
+
+    If a screen has more lines than another screen, its additional last lines are left out.
+    """
     screens = [piece for piece in pieces if isinstance(piece, Screen)]
     common = min(screen.line_count for screen in screens)
     tails = []
@@ -559,7 +592,11 @@ def fold_tail(pieces: Sequence[OutputPiece], count: int) -> list[ScreenLine]:
 
 
 def fold_errors(errors: Sequence[RankError]) -> RankError | None:
-    """Merge exceptions, with sets; None if they differ in more.  Of other errors take the first."""
+    """Merge the exceptions of several ranks to one, with sets instead of different numbers.
+
+    Return None if the exceptions differ in more.  If the process of a rank has died, return the
+    first error instead; without errors return None.
+    """
     failures = [error for error in errors if isinstance(error, Failure)]
     if not failures or len(failures) < len(errors):
         return errors[0] if errors else None
@@ -608,7 +645,7 @@ def _alike_keys(error: RankError | None, keys: Collection[str]) -> frozenset[str
 
 
 def _set(values: tuple[str, ...]) -> str:
-    """Write `7` if all values are equal, else `{7,9}`.
+    """Write `7` if all values are equal, else a set such as `{7,9}`.
 
     For times of day, and for many fractions, write only the lowest and highest: `{0.1 to 0.7}`.
     """
@@ -632,8 +669,9 @@ def _set(values: tuple[str, ...]) -> str:
 
 
 def _runs(values: Sequence[str], *, counts: bool) -> Iterator[str]:
-    """Yield values, `5*3` for a value 3 times in a row, and with `counts` also `0-3` and `5*2`.
+    """Yield the values, but `5*3` for a value that comes 3 times or more in a row.
 
+    With `counts`, also yield `0-3` for consecutive numbers, and `5*2` for a value that comes twice.
     Without `counts`, as for fractions, two equal neighbours are both written, since people can
     count the ranks in `{1.59, 1.42, 1.42, 1.38}` more easily than in `{1.59, 1.42*2, 1.38}`.
     """
@@ -675,11 +713,11 @@ _LABEL = re.compile(r"((?:[A-Za-z_][\w./-]* )?)([A-Za-z_][\w./-]*)[\"']?\s*[:=]?
 
 TextsByLine: TypeAlias = tuple[tuple[str, ...], ...]
 NumbersByLine: TypeAlias = tuple[tuple[str, ...], ...]
-"""The texts between the numbers of a short output, line by line, and the numbers."""
+"""By line of a short output: the texts between the numbers, and the numbers."""
 
 
 def unlike_most(groups: Sequence[AlikeRanks]) -> frozenset[int]:
-    """Return the first rank of each group whose short output has other words than most ranks.
+    """Return the first rank of each group whose short output has other words than most ranks have.
 
     Return no ranks if no output is shared by more than half of the ranks, or if too many groups
     differ from the shared output.
@@ -714,7 +752,7 @@ def spread(transcript: Transcript) -> str:
         rank: numbers for rank, (words, numbers) in short_outputs.items() if words == usual_words
     }
     curves = {_DIVIDER.sub("_", name).casefold() for name in transcript.curves.by_name}
-    # If a name is in several lines, the last one counts: the end of a training.
+    # If a name is in several lines, only the last line counts: in a training, the newest number.
     texts_by_name = {}
     for name, text in _spreads(usual_words, same):
         plain = _DIVIDER.sub("_", name).casefold()
@@ -728,10 +766,10 @@ def spread(transcript: Transcript) -> str:
 
 
 def _spreads(words: TextsByLine, numbers: dict[int, NumbersByLine]) -> Iterator[tuple[str, str]]:
-    """Yield names and the ranges of their numbers; "" if all ranks have the same number.
+    """Yield each name before a number, and the range of the number over the ranks.
 
-    The range is also "" if each rank has printed its own rank as the number.  A name has two words
-    if its last word names several numbers and another word stands before.
+    The range is "" if all ranks have the same number, or if each rank has printed its own rank.  A
+    name has two words, such as `train loss`, if its last word alone names several numbers.
     """
     labels = {
         (line, place): label
@@ -775,5 +813,5 @@ def _short(output: RankTranscript) -> tuple[TextsByLine, NumbersByLine] | None:
 
 def _parts(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     parts = _COUNTED_NUMBER.split(text)
-    # Digits in names of devices and files, and in addresses, remain, and may differ between ranks.
+    # Digits in names of devices and files, and in addresses, may differ between ranks.
     return tuple(_DIGITS.sub("0", part) for part in parts[::2]), tuple(parts[1::2])

@@ -1,6 +1,6 @@
-"""The words of panels and messages: times, errors, counts of lines, and tracebacks in parts.
+"""Functions that write phrases for panels and messages: times, errors, counts, tracebacks.
 
-The notebook's process and the command `nbdist` call these functions.  Pure: no I/O here.
+The notebook's process, the command `nbdist` and workers call these functions.  Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Said = TypeVar("_Said", bound=Hashable)
 
 
 def fold_ranks(values: Mapping[int, _Said]) -> dict[_Said, list[int]]:
-    """Return by value the ranks that have the value; the value of the lowest rank comes first."""
+    """Group ranks by their values; the value of the lowest rank comes first."""
     ranks_by_value: dict[_Said, list[int]] = {}
     for rank in sorted(values):
         ranks_by_value.setdefault(values[rank], []).append(rank)
@@ -43,18 +43,18 @@ def difference(values: Mapping[int, Hashable]) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Say `8 ranks`, or `rank 3` for a single rank."""
+    """Say how many ranks there are, as `8 ranks`; name a single rank, as `rank 3`."""
     ranks = tuple(ranks)
     return f"rank {ranks[0]}" if len(ranks) == 1 else count(len(ranks), "rank")
 
 
 def seconds_text(seconds: float) -> str:
-    """Say `3.2 s`, `12 min 5 s`, `2 h 7 min`."""
+    """Write a duration as `3.2 s`, `12 min 5 s` or `2 h 7 min`."""
     return f"{seconds:.1f} s" if seconds < 600 else whole_seconds_text(seconds)
 
 
 def whole_seconds_text(seconds: float) -> str:
-    """Say `3 s`, `12 min 5 s`, `2 h 7 min`."""
+    """Write a duration as `3 s`, `12 min 5 s` or `2 h 7 min`."""
     if seconds < 600:
         return f"{seconds:.0f} s"
     minutes, remainder = divmod(round(seconds), 60)
@@ -74,13 +74,19 @@ def error_text(error: RankError) -> str:
 
 
 def traceback_text(failure: Failure) -> str:
-    """Return the coloured traceback, or else the error in a line, and below it the `account`."""
+    """Return the coloured traceback, and below it the lines on what used the memory, if any.
+
+    If there is no traceback, return the error in one line instead.
+    """
     traceback = "\n".join(failure.traceback).strip("\n") or error_text(failure)
     return "\n".join([traceback, *failure.account])
 
 
 def body_text(error: RankError, shown: Iterable[str] = ()) -> str:
-    """Return the traceback; for a process its last lines, or else the lines `shown`, if any."""
+    """Return the traceback of an exception, or the last lines of a process that has died.
+
+    If the last lines are not known, use the lines `shown` instead.
+    """
     if isinstance(error, Failure):
         return traceback_text(error)
     lines = [*error.last_lines] or [*shown]
@@ -88,22 +94,25 @@ def body_text(error: RankError, shown: Iterable[str] = ()) -> str:
 
 
 def in_log_only(lines: int, path: str | None = None) -> str:
-    """Say `… 1,200 lines only in the log: logs/rank3.log`."""
+    """Say how many lines are only in a log: `… 1,200 lines only in the log: logs/rank3.log`."""
     return f"… {lines_text(lines)} only in the log{f': {path}' if path else ''}"
 
 
 def left_out_text(displays: int) -> str:
-    """Say `… 12 displays left out; the newest are kept`."""
+    """Say how many displays were dropped: `… 12 displays left out; the newest are kept`."""
     return f"… {count(displays, 'display')} left out; the newest are kept"
 
 
 def lines_text(number: int) -> str:
-    """Say `1 line`, `1,200 lines`."""
+    """Write a number of lines as `1 line` or `1,200 lines`."""
     return f"{number:,} {'line' if number == 1 else 'lines'}"
 
 
 def clip(text: str, width: int) -> str:
-    """Cut a text that is longer than `width` characters, and say that more characters follow."""
+    """Cut a text that is longer than `width` characters, and add that more characters follow.
+
+    A text with colour codes loses them if it is cut.
+    """
     if len(text) <= width:
         return text
     if "\x1b" not in text:
@@ -131,14 +140,14 @@ _ARROW = re.compile(r"-+> ?\d*")
 _HEADER = re.compile(
     r"-{75}((?:\x1b\[[\d;]*m)*\n[^\n]*?) {9}(?=Traceback \(most recent call last\))"
 )
-"""The first two rows of IPython's traceback, which are 75 characters wide."""
+"""The first two rows of a traceback of IPython: 75 dashes, and the error's name before spaces."""
 
 _MIN_FOLDED = 3
 _MAX_LIBRARIES = 3
 
 
 class TracebackPart(NamedTuple):
-    """Rows of a traceback; if the rows are folded, the line `folded` is shown instead of them."""
+    """Some rows of a traceback; if `folded` is not "", this line is shown instead of the rows."""
 
     rows: tuple[str, ...]
     folded: str = ""
@@ -150,9 +159,9 @@ class TracebackPart(NamedTuple):
 
 
 def split_traceback(text: str) -> list[TracebackPart]:
-    """Split a traceback in parts: three or more calls in libraries in a row are one folded part.
+    """Split a traceback into parts; three or more library calls in a row are one folded part.
 
-    The last call before an error is always seen, since it raised the error.
+    The last call before an error is never folded, since the call raised the error.
     """
     frames = [*_frames(text.split("\n"))]
     kinds = []
@@ -187,11 +196,12 @@ def _frames(rows: Iterable[str]) -> Iterator[list[str]]:
 
 
 def shorten_traceback(text: str, max_rows: int, width: int = 2000) -> list[TracebackPart]:
-    """Split a traceback so that about `max_rows` rows are seen: the cell's call, and the last rows.
+    """Split a traceback so that about `max_rows` rows are visible, cut to about `width` characters.
 
-    Each row is cut to about `width` characters.
+    If there are more rows, only the first row, the first call, which is mostly in the cell, and the
+    last rows remain.
     """
-    # On a page of 700 pixels 75 characters would take two rows.
+    # On a page of 700 pixels the 75 characters of IPython's rows would take two rows each.
     parts = split_traceback(_HEADER.sub(rf"{'-' * 66}\1", text))
     parts = [
         TracebackPart(tuple(clip(row, width) for row in part.rows), part.folded) for part in parts
@@ -199,7 +209,6 @@ def shorten_traceback(text: str, max_rows: int, width: int = 2000) -> list[Trace
     rows = [row for part in parts for row in part.visible_rows]
     if len(rows) <= max_rows + 1:
         return parts
-    # The first call is mostly in the cell.
     call = next((frame for frame in _frames(rows) if _FRAME.match(strip(frame[0]))), [])
     arrows = [row for row in call if _ARROW.match(strip(row))]
     last = rows[-max_rows:]
@@ -209,5 +218,5 @@ def shorten_traceback(text: str, max_rows: int, width: int = 2000) -> list[Trace
 
 
 def traceback_rows(text: str, lines: int) -> list[str]:
-    """Return the rows of a shortened traceback; folded calls are one row with their number."""
+    """Return the visible rows of a shortened traceback, such as `… 5 calls in torch`."""
     return [row for part in shorten_traceback(text, lines) for row in part.visible_rows]
