@@ -1,4 +1,5 @@
-"""Magics and options that few people use, with their ops.
+"""Magics and options for special purposes: export, diff, timeline, plot and watch.
 
-nbdist finds these magics and options by entry points, as it finds those of other packages.
+A magic or option runs in the notebook's process, and its op (`*_op.py`) in the workers.  nbdist
+finds all of them by entry points, as it finds magics of other packages.
 """

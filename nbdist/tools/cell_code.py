@@ -1,8 +1,8 @@
 """Turns code of the notebook into plain Python for a script: cells, definitions and small values.
 
-Most text stays as it was typed.  Code that needs IPython becomes plain Python, or is left out with
-a comment on why.  Calls that make or destroy the process group are left out, since the script makes
-and destroys the group itself.
+`nbdist.tools.export` calls these functions in the notebook's process.  Most text stays as it was
+typed.  Code that needs IPython becomes plain Python, or is left out with a comment that says why.
+Calls that make or destroy the process group are left out, since the script does both itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nbdist.values.payload import is_atomic
 from nbdist.words import one_line
 
 Transform = Callable[[str], str]
-"""IPython's function that replaces magics by Python: `shell.transform_cell`."""
+"""IPython's function that replaces magics by calls in Python: `shell.transform_cell`."""
 
 _OUR_LINE = re.compile(r"# %%(?:distributed|rank)\b[^\n]*(?:\n|$)")
 _FIRST_LINE_MAGIC = re.compile(r"\s*%%(\w+)[^\n]*(?:\n|$)")
@@ -46,8 +46,8 @@ def cell_code(
 ) -> tuple[str, list[str]]:
     """Return a cell as code for a script, and a line for each thing that the code leaves out.
 
-    `variables` are names that commands can use as `$name`; with `shows_value` the code prints the
-    value of a last line that is an expression.
+    `variables` are names that shell commands can use as `$name`.  With `shows_value`, the code
+    prints the value if the last statement is an expression, as a notebook does.
     """
     source = _OUR_LINE.sub("", source, count=1) if source.startswith("# %%") else source
     magic = _FIRST_LINE_MAGIC.match(source)
@@ -74,7 +74,7 @@ def cell_code(
 
 
 def guard_by_rank(text: str, ranks: Iterable[int]) -> str:
-    """Return code that runs `text` only on these ranks."""
+    """Return code that runs the code `text` only on these ranks."""
     first, *others = sorted(ranks)
     condition = f"rank in {(first, *others)}" if others else f"rank == {first}"
     body = text if ast.parse(text).body else f"{text}\npass"
@@ -101,13 +101,16 @@ Edits = list[tuple[ast.AST, str]]
 
 
 class _LeftOut(Exception):
-    """A statement is left out of the script; the arguments are its text, and the reason."""
+    """Raised if a statement must be left out; the arguments are its text and the reason."""
 
 
 def _without_ipython(
     tree: ast.Module, lines: Sequence[bytes], variables: Collection[str]
 ) -> tuple[Edits, list[str]]:
-    """Return edits for code that a script cannot have, and a line for each statement left out."""
+    """Return edits that replace code which needs IPython, or which the script runs itself.
+
+    Also return a line for each statement that is left out.  `lines` are the lines of the code.
+    """
     edits: Edits = []
     omitted = []
     for statement in ast.walk(tree):
@@ -149,7 +152,7 @@ def _place(node: Any) -> tuple[int, int, int, int]:
 
 
 def _is_shell_call(node: ast.AST) -> bool:
-    """Return True for a call such as `get_ipython().run_line_magic("time", "f()")`."""
+    """Return True for a call of IPython: `get_ipython().run_line_magic("time", "f()")`."""
     func = node.func if isinstance(node, ast.Call) else None
     return isinstance(func, ast.Attribute) and ast.unparse(func.value) == "get_ipython()"
 
@@ -188,7 +191,7 @@ def _line_magic(name: str, line: str) -> str:
 
 
 def _command(command: str, variables: Collection[str]) -> str:
-    """Write a shell command as a string, or as an f-string if the command has variables."""
+    """Write a shell command as a string, or as an f-string if variables are filled into it."""
 
     def fill_in(match: re.Match[str]) -> str:
         is_name = not match[1] and match[2] in variables
@@ -205,19 +208,22 @@ def _command(command: str, variables: Collection[str]) -> str:
 def is_python(text: str) -> bool:
     try:
         ast.parse(text)
-    except (SyntaxError, ValueError):  # ValueError: null bytes.
+    except (SyntaxError, ValueError):  # ValueError is raised for null bytes
         return False
     return True
 
 
 def has_top_level_await(text: str) -> bool:
-    """Return True if code awaits outside of functions."""
+    """Return True if code has an `await` outside of functions."""
     code = compile(text, "cell", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     return bool(code.co_flags & inspect.CO_COROUTINE)
 
 
 def wrap_in_event_loop(text: str, title: str) -> str:
-    """Return code that runs `text` in an `async` function; names that `text` binds are global."""
+    """Return code that runs the code `text` in an `async` function, in an event loop of its own.
+
+    Names that `text` binds are declared as global, so that later cells find them.
+    """
     bound = ", ".join(sorted(names_bound(text)))
     shared = f"    global {bound}\n" if bound else ""
     function = f"async def {title}():\n{shared}{indent(text)}"
@@ -228,15 +234,15 @@ def wrap_in_event_loop(text: str, title: str) -> str:
 
 
 POSTPONED = "from __future__ import annotations"
-"""The import by which a class can name itself in the annotations of its own fields."""
+"""The import that postpones annotations, so that those of a class may name the class itself."""
 
 
 class Statements:
-    """The statements of a notebook's own cells, by the variables that they bind."""
+    """Finds the statements in a notebook's plain cells that have bound its variables."""
 
     def __init__(self, cells: Iterable[str]) -> None:
         self._cells = [cell for cell in cells if is_python(cell)]
-        # IPython postpones annotations from the first cell with this import on.
+        # If a cell has this import, IPython postpones annotations in all cells after that cell.
         self.postpones = any(POSTPONED in cell for cell in self._cells)
         self._imports: dict[str, list[str]] = defaultdict(list)
         for cell in self._cells:
@@ -245,9 +251,10 @@ class Statements:
                     self._imports[name].append(text)
 
     def importing(self, name: str, value: Any) -> list[str]:
-        """Find the imports that bind a variable to its value.
+        """Return the imports that bind a variable to its present value.
 
-        Imports of the cells are tried first, then one from the value's own module; [] if none fits.
+        The imports in the cells are tried first, then an import from the module that the value
+        names as its own.  Return [] if none of these imports gives the value.
         """
         guess = ""
         if isinstance(value, types.ModuleType):
@@ -261,14 +268,15 @@ class Statements:
         return []
 
     def names_used(self, text: str) -> frozenset[str]:
-        """Find the global names that a statement of a cell reads."""
+        """Return the global names that a statement of a cell reads."""
         return names_used(f"{POSTPONED}\n{text}" if self.postpones else text)
 
     def binding(self, name: str, value: Any = None) -> str:
-        """Return the last assignment or definition of a variable, or "" if none is found.
+        """Return the last statement that assigns or defines a variable, or "" if there is none.
 
-        The cell that defined the value is searched first.  If the statement uses an earlier value
-        of the variable, as in `f = decorated(f)`, the statement that bound that value comes first.
+        The cell that defined the `value` is searched first, then all cells from the last one on.
+        If the statement reads an earlier value of the variable, as `f = decorated(f)` does, the
+        returned code begins with the statement that bound the earlier value.
         """
         texts: list[str] = []
         for cell in [*_cells_of(value), *reversed(self._cells)]:
@@ -283,7 +291,7 @@ class Statements:
 
 
 def _imports_by(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield the names that an import binds, each with an import of only this name."""
+    """Yield each name that an import binds, with an import of only this name; ignore `*`."""
     match node:
         case ast.Import() | ast.ImportFrom(level=0) if node.names[0].name != "*":
             for each in node.names:
@@ -293,17 +301,17 @@ def _imports_by(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def _binds_value(statement: str, name: str, value: Any) -> bool:
-    """Execute an import, and return True if the import binds the name to this same object."""
+    """Execute an import, and return True if it binds `name` to the very object `value`."""
     namespace: dict[str, Any] = {}
     try:
         exec(statement, namespace)
-    except (ImportError, SyntaxError):  # SyntaxError: `f.<locals>.g` as a name
+    except (ImportError, SyntaxError):  # SyntaxError for a name such as `f.<locals>.g`
         return False
     return namespace.get(name) is value and "__main__" not in statement
 
 
 def _cells_of(value: Any) -> Iterator[str]:
-    """Yield the cell that defined a function or class, or nothing if the cell is not known."""
+    """Yield the source of the cell that defined a function or class, if the cell is known."""
     for each in vars(value).values() if isinstance(value, type) else [value]:
         code = getattr(each, "__code__", None)
         cell = cell_source(code.co_filename) if isinstance(code, types.CodeType) else None
@@ -325,7 +333,10 @@ def _source_of(source: str, node: ast.stmt) -> str:
 
 
 def names_read_at_once(text: str) -> frozenset[str]:
-    """Find the names in statements, except in bodies of functions and lambdas, which run later."""
+    """Return the names that statements read or bind, without those in bodies of functions.
+
+    The bodies of functions and lambdas run later, so the script may bind their names later too.
+    """
     names, waiting = set[str](), list[Any](ast.parse(text).body)
     while waiting:
         match node := waiting.pop():
@@ -339,13 +350,14 @@ def names_read_at_once(text: str) -> frozenset[str]:
 
 
 def attributes_since(name: str, value: Any, text: str) -> tuple[list[str], list[str]]:
-    """Find the attributes of a function or class that were set after its definition.
+    """Find the attributes of a function or class that were set after its definition `text`.
 
-    `text` is the definition.  Return statements that set the attributes again, and the names of
-    attributes that no statement can set.
+    Return statements that set the attributes again, and the names of the attributes whose values
+    cannot be written in a statement.
     """
     *_, node = ast.parse(text).body
-    # Named tuples, and classes with a metaclass such as enumerations, change what their body binds.
+    # The attributes of named tuples, and of classes with a metaclass such as enumerations, differ
+    # from what the body binds, although nobody has set them later.
     if type(value) not in (types.FunctionType, type, ABCMeta) or hasattr(value, "_fields"):
         return [], []
     typed: dict[str, ast.expr | None] = {}
@@ -357,11 +369,11 @@ def attributes_since(name: str, value: Any, text: str) -> tuple[list[str], list[
                 typed[key] = None if key in typed else shown
             case _:
                 typed |= dict.fromkeys(names_bound(ast.unparse(each)))
-    # Python begins the name of an attribute `__private` with the name of its class.
+    # Python adds the name of the class to an attribute `__private`: `_Class__private`.
     internal = ("__", "_abc_", f"_{getattr(node, 'name', '').lstrip('_')}__")
     texts, unset = [], []
     for key, now in vars(value).items():
-        if key == "registry" and isinstance(now, types.MappingProxyType):  # of singledispatch
+        if key == "registry" and isinstance(now, types.MappingProxyType):  # set by `singledispatch`
             unset += [f"{name}.{key}"] if len(now) > 1 else []
         elif not key.startswith(internal) and not (key in typed and _is_as_typed(typed[key], now)):
             if (code := literal(now)) is not None:
@@ -372,10 +384,10 @@ def attributes_since(name: str, value: Any, text: str) -> tuple[list[str], list[
 
 
 def _is_as_typed(typed: ast.expr | None, now: Any) -> bool:
-    """Return False if an attribute has certainly another value than the body of its class binds.
+    """Return False if an attribute surely has another value than the body of its class binds.
 
-    `typed` is None if the body binds the attribute by no single expression.  If an expression is no
-    plain value, only the sizes of containers are compared.
+    `typed` is the expression in the body, or None if the body binds the attribute otherwise.  If
+    the expression is no plain value, only the sizes of containers can be compared.
     """
     if typed is None:
         return not isinstance(now, types.FunctionType) or "." in now.__qualname__
@@ -385,18 +397,18 @@ def _is_as_typed(typed: ast.expr | None, now: Any) -> bool:
         is_call = isinstance(typed, ast.Call) and bool(typed.args or typed.keywords)
         size = len(getattr(typed, "elts", getattr(typed, "keys", ())))
         return is_call or not isinstance(now, list | dict | set) or len(now) == size
-    # Compare the texts that `literal` writes: `now == then` could run code of the user.
+    # `now == then` could run code of the user, so compare the texts that `literal` writes.
     return type(then) is type(now) and literal(then) == literal(now)
 
 
 # --- values -------------------------------------------------------------------------------
 
 MAX_VALUE_PARTS, MAX_VALUE_LENGTH = 150, 1_000
-"""The most parts and characters of a value that is written into the script."""
+"""The most parts, and the most characters, of a value that is written into the script as code."""
 
 
 def literal(value: Any) -> str | None:
-    """Return a small plain value or a dtype of torch as code; None for any other value."""
+    """Return a small plain value, or a dtype of torch, as code; None for any other value."""
     if type(value) is float and not math.isfinite(value):
         return f'float("{value}")'
     if type(value).__name__ == "dtype" and type(value).__module__ == "torch":
@@ -415,9 +427,10 @@ def literal(value: Any) -> str | None:
 
 
 def definitions_to_read(value: Any) -> frozenset[str]:
-    """Return the names that a script must define before it can read a value saved by torch.
+    """Return the functions and classes of the notebook that a pickle of the value refers to.
 
-    Raises the errors of pickle, and of the value's own methods.
+    The script must define these names before it can read the value from its file.  Raises errors of
+    pickle, and errors that methods of the value raise.
     """
     needs, tensor = set[str](), getattr(sys.modules.get("torch"), "Tensor", ())
 

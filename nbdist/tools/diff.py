@@ -1,7 +1,7 @@
 """`%dist_diff` compares a value over the ranks, part by part.
 
-Runs in the notebook.  The op `diff` (`nbdist.tools.diff_op`) describes the values on the ranks;
-`Comparison`, which is pure, finds differences.  `--watch` uses `Comparison` too.
+Runs in the notebook's process.  Ops in the workers (`nbdist.tools.diff_op`) describe the values;
+`Comparison`, which is pure, finds the differences.  `--watch` (`nbdist.tools.watch`) uses it too.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from nbdist.world.value_transfer import check_expressions, missing_error
 MAX_DIFF_ROWS, MAX_DISTANCES = 50, 3
 
 MAX_COMPARED_BYTES = 128 << 20
-"""The most bytes of parts whose numbers are compared; of others only digests are compared."""
+"""The most bytes of parts whose numbers are compared; of further parts only the digests are."""
 
 EqualRanks = tuple[ValueDigest | None, list[int]]
-"""A part and the ranks on which the part is equal; None and the ranks that lack the part."""
+"""A part and the ranks that have an equal part, or None and the ranks that lack the part."""
 
 
 @command(
@@ -71,16 +71,17 @@ def _compare_expression(line: MagicCall, expression: str) -> CommandOutput | str
 def distances(
     line: MagicCall, expression: str, reference: int, others: Sequence[int], paths: Sequence[str]
 ) -> Mapping[int, Mapping[str, Distance]]:
-    """Return by rank and path how far parts of the ranks `others` are from parts of `reference`.
+    """Measure, by rank and path, how far parts of other ranks are from parts of `reference`.
 
-    The parts of `reference` are lent: big parts in shared memory, copied to other machines.
+    The rank `reference` lends its parts to the others: large parts are in shared memory, of which
+    other machines get a copy.  The parts are released at the end.
     """
     pool, world = line.pool, line.world
     arguments = {"expression": expression, "paths": tuple(paths)}
     lending = world.task(OpCall("diff.lend", arguments), ranks=(reference,))
     try:
         lent: Brought = fetch_results(pool, world, lending)[reference]
-        # Send nothing else to the lending rank meanwhile: its next task would release the parts.
+        # Send this task only to other ranks: a task on `reference` would release the lent parts.
         given = {"expression": expression, "packed": lent.packed}
         return fetch_results(
             pool, world, world.task(OpCall("diff.compare", given), ranks=tuple(others))
@@ -91,10 +92,10 @@ def distances(
 
 @dataclass
 class Comparison:
-    """The value called `title` on each rank, and how far the ranks are apart.
+    """Compares the value called `title` on all ranks, by the digests of its parts.
 
-    `distances` has by path and rank how far the rank's part is from the part of the reference
-    (`to_compare`).
+    `looked` has the parts on each rank.  `distances` has, by path and rank, how far the rank's part
+    is from the part of the reference rank (`to_compare`).
     """
 
     title: str
@@ -112,14 +113,14 @@ class Comparison:
         return [*dict.fromkeys(path for each in self.looked.values() for path in each.parts)]
 
     def groups(self, path: str) -> list[EqualRanks]:
-        """Return the sets of ranks with equal parts at this path, the largest set first."""
+        """Return the groups of ranks with equal parts at this path, the largest group first."""
         return _group_ranks({rank: self.looked[rank].parts.get(path) for rank in self.have})
 
     def to_compare(self) -> dict[int, tuple[list[int], list[str]]]:
-        """Return by reference rank which other ranks must compare which paths with it.
+        """Return the parts whose distances must be measured: by reference rank, ranks and paths.
 
-        The reference for a path is the first rank of the largest set of ranks with equal parts.
-        Parts of another kind, and parts beyond `MAX_COMPARED_BYTES` in all, are left out.
+        The reference of a path is the first rank of the largest group with equal parts.  Parts of
+        other types or shapes are left out, and so are parts beyond `MAX_COMPARED_BYTES` in all.
         """
         budget = MAX_COMPARED_BYTES
         by_reference: dict[int, tuple[list[int], list[str]]] = {}
@@ -137,13 +138,16 @@ class Comparison:
         return by_reference
 
     def add_distances(self, distances: Mapping[int, Mapping[str, Distance]]) -> None:
-        """Add distances of ranks from their reference, by rank and path."""
+        """Add measured distances of ranks from a reference rank, by rank and path."""
         for rank, by_path in distances.items():
             for path, distance in by_path.items():
                 self.distances.setdefault(path, {})[rank] = distance
 
     def head(self, differing: int) -> str:
-        """Return the heading: `model: 6 parts, 1.2 MiB · ranks 0-3 agree`."""
+        """Return the heading of the comparison: `model: 6 parts, 1.2 MiB · ranks 0-3 agree`.
+
+        `differing` is the number of parts that differ.
+        """
         have = self.have
         parts = self.looked[have[0]].parts.values()
         size = sum(part.size for part in parts)
@@ -163,10 +167,11 @@ class Comparison:
         return " · ".join(phrases)
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
-        """Yield path, kind and differences of each part that differs between ranks."""
+        """Yield the path, type and differences of each part that differs between ranks."""
         for path in self.paths:
             groups, apart = self.groups(path), self.distances.get(path, {})
-            # Ranks without a differing number are equal: only bits differ, as of -0.0 and 0.0.
+            # A rank whose numbers equal those of the reference counts as equal, in spite of another
+            # digest: only bits differ, as those of -0.0 and 0.0.
             equal = {rank for rank, distance in apart.items() if not distance.differing}
             parts = {rank: part for part, ranks in groups for rank in ranks}
             groups = _group_ranks({r: groups[0][0] if r in equal else p for r, p in parts.items()})
@@ -183,7 +188,7 @@ def _group_ranks(parts: Mapping[int, ValueDigest | None]) -> list[EqualRanks]:
 
 
 def _difference(groups: list[EqualRanks], apart: Mapping[int, Distance]) -> str:
-    """Return a text like `ranks 0-2 agree, rank 3 differs by at most 0.0312 (12 of 4,096)`."""
+    """Say how ranks differ: `ranks 0-2 agree, rank 3 differs by at most 0.0312 (12 of 4,096)`."""
     if len({part.kind if part else "" for part, _ in groups}) > 1:
         return _list_texts((part.kind if part else "nothing", ranks) for part, ranks in groups)
     if all(part and part.text for part, _ in groups):

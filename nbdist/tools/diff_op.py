@@ -1,11 +1,12 @@
-"""The op of `%dist_diff`: describes a rank's value, and measures its distance from other ranks'.
+"""The ops of `%dist_diff`, which run in workers: describe a rank's value, compare it with others.
 
-Runs in workers.  A value is divided into leaves: a module into parameters and buffers, an optimizer
-and any other object with a `state_dict` into that, a list or mapping into its items, most other
-objects into their attributes.
+A value is divided into leaves: a module into its parameters and buffers, an optimizer and any other
+object with a `state_dict` into the items of that dict, a list or mapping into its items, and most
+other objects into their attributes.
 
-Values with equal digests are equal, on a device with the certainty of `fold`.  Numbers that differ
-in the sign of a zero, or in which NaN they are, have other digests; `distance` finds them equal.
+Leaves with equal digests are equal; for tensors on a GPU this is almost certain (`fold`).  Leaves
+that differ only in the sign of a zero, or in the bits of a NaN, have different digests.  `distance`
+then finds that their numbers are equal.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def diff(context: Context, expression: str) -> Looked:
-    """Return the parts of the expression's value with their digests, or why there are none."""
+    """Return the leaves of the expression's value with their digests, or why there are none."""
     try:
         parts = leaves(eval(expression, context.names))
         return Looked({path: part_of(leaf) for path, leaf in parts.items()})
@@ -46,15 +47,15 @@ def diff(context: Context, expression: str) -> Looked:
 
 
 def lend(context: Context, expression: str, paths: Sequence[str]) -> Brought:
-    """Return the parts at `paths`, packed so that other ranks can read them in `compare`."""
+    """Return this rank's leaves at `paths`, packed for `compare` on other ranks."""
     parts = leaves(eval(expression, context.names))
     return Brought(packed=context.lend({path: comparable(parts.get(path)) for path in paths}))
 
 
 def compare(context: Context, expression: str, packed: Payload) -> dict[str, Distance]:
-    """Return by path how far this rank's parts are from the parts that `lend` has packed.
+    """Return by path how far leaves of this rank are from the leaves that another rank has lent.
 
-    Parts that are missing, are no numbers or have another shape are left out.
+    Leaves that this rank lacks, that are no numbers, or that have another shape, are left out.
     """
     parts, other_parts = leaves(eval(expression, context.names)), context.namespace.open(packed)
     both = {path: (comparable(parts.get(path)), tensor) for path, tensor in other_parts.items()}
@@ -66,16 +67,19 @@ def compare(context: Context, expression: str, packed: Payload) -> dict[str, Dis
 
 
 ROW_WORDS, ROWS_AT_ONCE = 1024, 4096
-"""Words of four bytes in a row of `fold`, and rows that are multiplied at a time (32 MiB)."""
+"""How many words of four bytes a row of `fold` has, and how many rows are multiplied at a time.
+
+The products of these rows need 32 MiB.
+"""
 
 COMPARED_AT_ONCE = 1 << 18
-"""Elements that are compared at a time: the intermediate tensors fit into a processor's cache."""
+"""The number of elements compared at a time, so that the results fit into a processor's cache."""
 
 LONGEST_TEXT = 60
 
 
 def part_of(leaf: Any) -> ValueDigest:
-    """Describe a leaf with its digest, which is "" if the leaf cannot be compared."""
+    """Return the type, size and digest of a leaf; the digest is "" if it cannot be compared."""
     if isinstance(leaf, np.ndarray):
         data = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
         kind = f"{leaf.dtype} {leaf.shape}"
@@ -84,11 +88,11 @@ def part_of(leaf: Any) -> ValueDigest:
 
 
 def comparable(leaf: Any) -> torch.Tensor | None:
-    """Return the leaf as a dense tensor of numbers; None if it has no such form."""
+    """Return the leaf as a dense tensor of numbers; None if it is no such array or tensor."""
     if isinstance(leaf, np.ndarray):
         try:
             return torch.from_numpy(np.array(leaf))
-        except TypeError:  # dates, texts
+        except TypeError:  # torch has no type for dates and texts
             return None
     if isinstance(leaf, torch.Tensor) and _is_dense(leaf):
         return _local(leaf).detach()
@@ -118,7 +122,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Return True for a DTensor that is not replicated: ranks have different parts of it."""
+    """Return True for a DTensor that is not replicated: each rank has another part of it."""
     return not all(place.is_replicate() for place in getattr(tensor, "placements", ()))
 
 
@@ -128,22 +132,26 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """Return the digest of a tensor's contents in logical order, computed on its device."""
+    """Return the digest of a tensor's elements in logical order.
+
+    Of a tensor on a GPU only the result of `fold`, which the GPU computes, is copied to the CPU.
+    """
     data = bytes_of(tensor)
     return digest_bytes((data if data.is_cpu else fold(data).cpu()).numpy().data)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's contents in logical order as bytes, on the same device."""
+    """Return the bytes of a tensor's elements in logical order, as a tensor on the same device."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def fold(data: torch.Tensor) -> torch.Tensor:
-    """Lay out bytes as a table of words; return a weighted sum of each row, and words left over.
+    """Reduce bytes on a device to few numbers, of which the CPU then makes a digest.
 
-    A digest is made of the sums on the CPU, to which 2 bytes per KiB are copied.  Each word of a
-    row is multiplied by its own odd factor, modulo 2**64.  So a change of one word always changes
-    the sum of its row, and changes of several words hardly ever cancel.
+    The bytes are laid out as a table of words.  Return a weighted sum of each row, which is 2 bytes
+    per KiB, and the words and bytes that are left over.  Each word of a row is multiplied by an odd
+    factor of its own, modulo 2**64.  So a change of one word always changes the sum of its row, and
+    changes of several words hardly ever cancel each other.
     """
     if data.storage_offset() % 4:
         data = data.clone()
@@ -156,7 +164,7 @@ def fold(data: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _factors(device: torch.device) -> torch.Tensor:
-    """Return the odd factors of the words of a row: the same numbers in each process."""
+    """Return an odd factor for each word of a row; the factors are the same in all processes."""
     random = np.random.default_rng(20).integers(-(2**63), 2**63 - 1, ROW_WORDS, dtype=np.int64)
     return torch.from_numpy(random | 1).to(device)
 
@@ -173,7 +181,7 @@ def distance(tensor: torch.Tensor, reference: torch.Tensor) -> Distance:
         b = other[start : start + COMPARED_AT_ONCE].to(a.device)
         if torch.equal(a, b):
             continue
-        if a.dtype.is_floating_point and a.element_size() < 4:  # torch lacks `!=` for some types
+        if a.dtype.is_floating_point and a.element_size() < 4:  # of some of them torch lacks `!=`
             a, b = a.float(), b.float()
         differs = (a != b) & ~((a != a) & (b != b))
         wide = torch.complex128 if a.is_complex() else torch.float64
@@ -203,10 +211,10 @@ def _part_of_plain(leaf: Any) -> ValueDigest:
         text = one_line(repr(leaf[:LONGEST_TEXT]), LONGEST_TEXT)
         return ValueDigest(kind, digest_bytes(data), text, len(data))
     if "__repr__" in {name for each in type(leaf).__mro__[:-1] for name in vars(each)}:
-        text = repr(leaf + 0.0 if isinstance(leaf, float) else leaf)  # turns -0.0 into 0.0
+        text = repr(leaf + 0.0 if isinstance(leaf, float) else leaf)  # + 0.0 turns -0.0 into 0.0
         return ValueDigest(kind, _digest_of_text(text), one_line(text, LONGEST_TEXT))
     pickler = pickle.Pickler(file := BytesIO(), 5)
-    pickler.fast = True  # without a memo, shared parts make no difference
+    pickler.fast = True  # no memo: whether two parts are one object must not matter
     try:
         pickler.dump(leaf)
     except Exception:  # noqa: BLE001 (a user's __reduce__ can raise anything)
@@ -221,13 +229,13 @@ def _digest_of_text(text: str) -> str:
 MAX_LEAVES, MAX_DIFF_DEPTH = 100_000, 60
 
 MIN_ARRAY_LENGTH = 32
-"""The length from which on a list of numbers is compared as one array."""
+"""The least length of a list of numbers that is compared as one array, not number by number."""
 
 ATOMS = (type(None), bool, int, float, complex, str, bytes, bytearray, range, slice, enum.Enum)
 WHOLE = (torch.dtype, torch.device, torch.Size, np.dtype, np.generic, type, types.ModuleType)
 CALLABLE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 LEAF_TYPES = (torch.Tensor, np.ndarray, *ATOMS, *WHOLE, *CALLABLE, frozenset, set)
-"""Types that are not divided further."""
+"""The types of values that are leaves: they are not divided into parts."""
 
 
 class TooManyLeaves(Exception):
@@ -235,9 +243,10 @@ class TooManyLeaves(Exception):
 
 
 def leaves(value: Any) -> dict[str, Any]:
-    """Return all leaves by their paths, such as "layer1.weight", "['lr']", "" for the value itself.
+    """Divide a value into its leaves; return them by path, such as "layer1.weight" or "['lr']".
 
-    Raises TooManyLeaves, and any error of a user's class.
+    If the value itself is a leaf, its path is "".  Raises TooManyLeaves, and any error that a class
+    of the user raises.
     """
     leaf_by_path: dict[str, Any] = {}
     for path, leaf in _walk(value, "", ()):
@@ -248,7 +257,7 @@ def leaves(value: Any) -> dict[str, Any]:
 
 
 class Again:
-    """Stands for a container inside of itself, or for a value nested too deep to be divided."""
+    """Replaces a container inside of itself, and a value that is nested too deep to be divided."""
 
 
 def _walk(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
@@ -265,12 +274,15 @@ def _walk(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, 
         return
     above = *above, id(value)
     for step, part in steps:
-        # The path of an attribute of the value itself begins without the dot: `weight`.
+        # A path does not begin with a dot: `weight`, not `.weight`.
         yield from _walk(part, path + step if path else step.removeprefix("."), above)
 
 
 def _steps(value: Any) -> list[tuple[str, Any]] | None:
-    """List the parts of a value with their path steps; None for a value that is not divided."""
+    """List the parts of a value, each after its step of the path, such as `.weight` or `[0]`.
+
+    Return None for a value that is not divided.
+    """
     match value:
         case torch.nn.Module():
             named = [*value.named_parameters(), *value.named_buffers()]
@@ -281,7 +293,7 @@ def _steps(value: Any) -> list[tuple[str, Any]] | None:
             return [(f".{name}", part) for name, part in zip(fields, value, strict=True)]
         case list() | tuple() | deque():
             return [(f"[{number}]", part) for number, part in enumerate(value)]
-    if hasattr(type(value), "to_numpy"):  # of pandas
+    if hasattr(type(value), "to_numpy"):  # a DataFrame, a Series or an index of pandas
         index = [(".index", value.index)] if hasattr(value, "index") else []
         if hasattr(value, "columns"):
             return [*((_key(each), value[each].to_numpy()) for each in value.columns), *index]

@@ -1,10 +1,12 @@
-"""Digests of watched modules and optimizers on a rank, for `--watch`, and their exchange.
+"""Computes digests of a rank's watched modules and optimizers, and compares them between ranks.
 
-Runs in workers, called by `nbdist.tools.watch_op`.  A digest reads the memory once; floating-point
-numbers are copied in pieces for it.  Numbers that `%dist_diff` calls equal have equal digests: -0.0
-and 0.0, and all NaNs.  Other facts may differ before parameters do: random states, inputs, the
-number of collectives.  `Exchange` compares the ranks' digests during the training, in the store
-where the ranks have met.
+Runs in workers; `nbdist.tools.watch_op` calls it for `--watch`.  Numbers that `%dist_diff` calls
+equal have equal digests, such as -0.0 and 0.0, and all NaNs; for that, floating-point numbers are
+copied in pieces.
+
+There are also digests of facts that may differ before parameters do: random states, inputs, and the
+number of collectives.  `Exchange` compares the digests of all ranks while they train, through the
+store of the default process group.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ from nbdist.worker.compat import torch as seam
 FACTOR = 0x5851F42D4C957F2D
 
 DIGEST_PIECE, DEVICE_PIECE = 1 << 20, 1 << 25
-"""Bytes of floating-point numbers that are copied at a time, on the CPU and on other devices.
+"""The bytes of floating-point numbers that are copied at a time, on the CPU and on other devices.
 
-The copy stays in the processor's cache: a digest of 100 MB of float32 takes 20 ms of a core, and
-10 ms without copies (bfloat16: 34 and 10 ms); with copies in new memory a digest takes 50 ms."""
+A copy of this size stays in the processor's cache.  Measured on one core for 100 MB of float32: a
+digest takes 20 ms with such copies, 10 ms without copies, and 50 ms with copies in new memory.
+"""
 
 WIDE = {
     torch.float8_e4m3fn: torch.float32,
@@ -50,19 +53,22 @@ WIDE = {
     torch.complex64: torch.complex64,
     torch.complex128: torch.complex128,
 }
-"""By type of numbers: the type of their copy.  Tensors of other types keep their bits."""
+"""By dtype, the dtype of the copy for a digest.  Tensors of other dtypes are not copied."""
 
 SMALL_TENSOR = 1 << 14
-"""Bytes of a tensor up to which new memory for its copy costs less than viewing a spare tensor."""
+"""The most bytes of a tensor that is copied to new memory.
+
+For so small a tensor that is faster than a view of a spare tensor.
+"""
 
 MAX_SAMPLED = 1024
-"""About how many elements are read of a large tensor that is an argument of a forward."""
+"""The number of elements, about, that a digest reads of a large argument of a forward."""
 
 SpareTensors = dict[tuple[torch.device, torch.dtype], torch.Tensor]
-"""Memory for copies of pieces, which the digests of several tensors share."""
+"""Tensors for copies of pieces, by device and dtype; digests of several tensors reuse them."""
 
 DigestsByPath = dict[str, dict[str, ValueDigest]]
-"""Digests of parts, by expression and path."""
+"""Descriptions of parts with their digests, by watched expression and path."""
 
 
 class WatchedValue(NamedTuple):
@@ -78,38 +84,40 @@ class WatchedValue(NamedTuple):
 
     @property
     def inner(self) -> Any:
-        """The user's module inside of a DDP module, or the value itself.
+        """The user's module inside of a DDP module; if the value is no DDP module, the value.
 
-        DDP sends rank 0's buffers before it runs this module's forward.
+        Hooks are added to this module: DDP copies the buffers of rank 0 to all ranks before it runs
+        the forward of this module.
         """
         model = self.value
         return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def unsupported_type(value: Any) -> str:
-    """Return "" for a module or an optimizer, and the name of the type for any other value."""
+    """Return "" for a module or an optimizer, which can be watched, else the name of the type."""
     is_optimizer = callable(getattr(value, "step", None)) and hasattr(value, "param_groups")
     return "" if isinstance(value, torch.nn.Module) or is_optimizer else type(value).__qualname__
 
 
 def parts_of(target: WatchedValue) -> tuple[dict[str, ValueDigest], int]:
-    """Describe a module's parameters or an optimizer's states by path.
+    """Describe the parameters of a module, or the states of an optimizer, by path.
 
-    Also return the number of sharded tensors, which are left out.
+    Also return the number of sharded tensors: they are left out, since ranks have different parts.
     """
     value = target.value
     return _describe_values(value.named_parameters() if target.is_module else _states(value))
 
 
 def buffers_of(target: WatchedValue) -> dict[str, ValueDigest]:
-    """Describe a module's buffers by path."""
+    """Describe the buffers of a module by path, with their digests."""
     return _describe_values(target.value.named_buffers(), "buffer ")[0]
 
 
 def has_buffers(target: WatchedValue) -> bool:
     """Return True for a module with buffers that can be compared.
 
-    Return False for a compiled DDP module: no hook can see when it sends rank 0's buffers.
+    Return False for a compiled DDP module: no hook runs after it has copied the buffers of rank 0
+    to all ranks, and until then buffers may differ.
     """
     if not target.is_module:
         return False
@@ -118,7 +126,7 @@ def has_buffers(target: WatchedValue) -> bool:
 
 
 def share_parameters(targets: Iterable[WatchedValue], optimizer: Any) -> bool:
-    """Return True if the optimizer has a parameter of one of these targets."""
+    """Return True if the optimizer has a parameter that a target has too."""
     watched = set[int]()
     for each in targets:
         parameters = each.value.parameters() if each.is_module else _parameters(each.value)
@@ -127,9 +135,10 @@ def share_parameters(targets: Iterable[WatchedValue], optimizer: Any) -> bool:
 
 
 def names_of(targets: Iterable[WatchedValue]) -> dict[str, str]:
-    """Return the names of parameters by the beginning of their states' paths in an optimizer.
+    """Return the names of the parameters to which states of watched optimizers belong.
 
-    Such a beginning is `optimizer state[3]`; the name is the parameter's in a watched module.
+    The name is that of the parameter in a watched module.  The key is the beginning of the path of
+    the parameter's states, such as `optimizer state[3]`.
     """
     targets = [*targets]
     modules = (each.value.named_parameters() for each in targets if each.is_module)
@@ -144,7 +153,7 @@ def names_of(targets: Iterable[WatchedValue]) -> dict[str, str]:
 
 
 def digest_of_all(parts: DigestsByPath) -> str:
-    """Return a digest of all parts together, which is equal on ranks with equal parts."""
+    """Return one digest of all parts; it is equal on ranks on which all parts are equal."""
     by_path = [(e, p, x.kind, x.digest) for e, of in parts.items() for p, x in of.items()]
     return digest_bytes(repr(by_path).encode())
 
@@ -158,7 +167,7 @@ def _states(optimizer: Any) -> Iterator[tuple[str, Any]]:
     for path, leaf in leaves(optimizer).items():
         if "['params']" not in path:
             yield path, leaf
-    # An optimizer's state has only numbers for the parameters, so compare their shapes instead.
+    # A `state_dict` of an optimizer has numbers instead of parameters: describe the shapes instead.
     for number, group in enumerate(optimizer.param_groups):
         shapes = " ".join(str(tuple(each.shape)) for each in group["params"])
         yield f"param_groups[{number}]['params']", f"{len(group['params'])}: {shapes}"
@@ -167,7 +176,10 @@ def _states(optimizer: Any) -> Iterator[tuple[str, Any]]:
 def _describe_values(
     named: Iterable[tuple[str, Any]], kind: str = ""
 ) -> tuple[dict[str, ValueDigest], int]:
-    """Describe values with their digests; wait only once for all sums of each device."""
+    """Describe values with their digests; also return the number of sharded tensors, left out.
+
+    Of tensors on a GPU, all sums are copied at once: each copy would wait for the GPU.
+    """
     parts: dict[str, ValueDigest] = {}
     sums: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     spare: SpareTensors = {}
@@ -195,9 +207,9 @@ def _describe_values(
 
 
 def _pieces(tensor: torch.Tensor, spare: SpareTensors) -> Iterator[torch.Tensor]:
-    """Yield a tensor's contents in logical order as bytes; use each piece before the next.
+    """Yield a tensor's elements in logical order, in pieces of bytes, copied by `_canonical_copy`.
 
-    Floating-point numbers are copied by `_canonical_copy`.
+    The next piece may overwrite the memory of a piece, so callers must use each piece at once.
     """
     if (wide := WIDE.get(tensor.dtype)) is None or tensor.nbytes <= SMALL_TENSOR:
         yield bytes_of(_canonical_copy(tensor))
@@ -215,16 +227,18 @@ def _pieces(tensor: torch.Tensor, spare: SpareTensors) -> Iterator[torch.Tensor]
 
 
 def _canonical_copy(numbers: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a copy, in `out` if given, whose bits differ only where numbers differ.
+    """Return a copy, in `out` if given, in which equal numbers have equal bits.
 
-    In the copy -0.0 is 0.0, and all NaNs are equal.  A tensor of a type not in `WIDE` is returned.
+    In the copy -0.0 is 0.0, and all NaNs have the same bits.  A tensor of a dtype that is not in
+    `WIDE` is returned itself.
     """
     if (wide := WIDE.get(numbers.dtype)) is None:
         return numbers
     if numbers.dtype is not wide:
         numbers = numbers.to(wide) if out is None else out.copy_(numbers)
     copy = torch.add(numbers, 0.0, out=out)
-    # A sum is NaN if a number is NaN.  On other devices, reading the sum would wait for the device.
+    # The sum is NaN if any number is NaN.  On a GPU the NaNs are always replaced, since reading the
+    # sum would wait for the GPU.
     if not copy.is_cpu or (total := copy.sum().item()) != total:
         copy.masked_fill_(copy != copy, torch.nan)
     return copy
@@ -234,7 +248,7 @@ def _canonical_copy(numbers: torch.Tensor, out: torch.Tensor | None = None) -> t
 
 
 def generator_digests() -> dict[str, str]:
-    """Return a digest of each random state that training commonly uses."""
+    """Return digests of the random states of torch, Python, numpy and the GPU, by their names."""
     states = {"torch": digest_bytes(torch.get_rng_state().numpy().data)}
     states["random"] = digest_bytes(repr(random.getstate()).encode())
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -254,8 +268,8 @@ def count_collectives() -> int:
 def sample_digest(args: Any) -> tuple[torch.Tensor | int, str]:
     """Return a digest of a forward's arguments, and the shapes of their first tensors.
 
-    If a tensor is on a device, the digest is a tensor on that device.  Of a large tensor the
-    digest has only some elements, evenly spaced.
+    The digest of a large tensor is computed from some elements, evenly spaced.  If an argument is
+    on a GPU, the digest is a tensor there, since reading it now would wait for the GPU.
     """
     digests, shapes, plain = list[torch.Tensor](), list[str](), 0
     for leaf in leaves(args).values():
@@ -284,22 +298,25 @@ def sample_digest(args: Any) -> tuple[torch.Tensor | int, str]:
 # --- how ranks compare their digests ------------------------------------------------------------
 
 MAX_COMPARISONS = 100_000
-"""The most comparisons in a cell: each adds some 300 bytes to the file where local ranks meet."""
+"""The most comparisons in a cell: each adds some 300 bytes to the file of a local world's store."""
 
 MEET_TIMEOUT, MEET_POLL_INTERVAL = 600.0, 0.5
-"""Seconds that a rank waits for ranks whose cell is running, and between two checks whether their
-cells have ended."""
+"""For `--stop-on-difference`: the seconds that a rank waits for other ranks in a comparison.
+
+Every `MEET_POLL_INTERVAL` seconds the rank checks whether the cell of another rank has ended.
+"""
 
 
 class RanksDiffer(Exception):
-    """Ends the cell for `--stop-on-difference`: ranks differ, or a rank did not come to compare."""
+    """Ends a cell with `--stop-on-difference`: ranks differ, or a rank did not compare in time."""
 
 
 class Exchange:
-    """Compares the digests of ranks in a cell; each rank has an exchange with the same `key`.
+    """Compares the digests of all ranks while a cell runs; each rank has an exchange of its own.
 
-    A comparison has a name `when`, the same on all ranks.  With `waits` each rank waits for the
-    others in each comparison (`--stop-on-difference`); without, the last rank to come compares.
+    The exchanges of a cell have the same `key`, and each comparison has the same name `when` on all
+    ranks.  With `waits` (`--stop-on-difference`) each rank waits in each comparison until all ranks
+    have stored their digests.  Otherwise the last rank that stores its digest compares.
     """
 
     def __init__(
@@ -312,9 +329,11 @@ class Exchange:
         self.times = 0
 
     def compare(self, when: str, digest: str) -> str:
-        """Store this rank's digest; return the name of a comparison that found a difference, or "".
+        """Store this rank's digest, and compare if all ranks have stored theirs.
 
-        A difference raises RanksDiffer if the exchange `waits`, too many comparisons RuntimeError.
+        Return the name of the first comparison so far that has found a difference, or "".  If the
+        exchange `waits`, raise RanksDiffer on a difference.  Raise RuntimeError after too many
+        comparisons.
         """
         if len(self._ranks) < 2:
             return ""
@@ -332,31 +351,31 @@ class Exchange:
             self._forget(key, *(f"{key}/{rank}" for rank in self._ranks))
             if text:
                 self._store.set(f"{self._key}/found", when)
-                self._warn(f"watch: {text}")  # shown while the cell runs
+                self._warn(f"watch: {text}")
         return self.first_difference()
 
     def first_difference(self) -> str:
-        """Return the name of the comparison in which ranks were found to differ, or ""."""
+        """Return the name of the comparison that has found a difference; "" if none has."""
         key = f"{self._key}/found"
         if self._store is None or not self._store.check([key]):
             return ""
         return str(self._store.get(key).decode())
 
     def end(self) -> None:
-        """Let ranks stop waiting for this rank, because the cell of this rank has ended."""
+        """Tell ranks that wait for this rank that its cell has ended, so that they stop waiting."""
         if self._waits and self._store is not None:
             self._store.set(f"{self._key}/ended", str(self._rank))
 
     def _compare_together(self, key: str, when: str) -> str:
-        """Wait for all ranks, and raise RanksDiffer on each of them if they differ.
+        """Wait until all ranks have stored a digest; raise RanksDiffer if the digests differ.
 
-        Return "" if they agree, or if another rank's cell has ended.  Also raise RanksDiffer if a
-        rank does not come within `MEET_TIMEOUT`.
+        Also raise RanksDiffer if a rank stores none within `MEET_TIMEOUT`.  Return "" if all ranks
+        agree, or if the cell of another rank has ended.
         """
         until = time.monotonic() + MEET_TIMEOUT
         keys = {f"{key}/{rank}": rank for rank in self._ranks}
         while True:
-            try:  # another error means that a rank has died
+            try:  # errors other than DistStoreError are raised: a rank has died, for example
                 self._store.wait([*keys], timedelta(seconds=MEET_POLL_INTERVAL))
                 break
             except DistStoreError:
@@ -367,7 +386,8 @@ class Exchange:
                 why = f"{name_ranks(missing)} did not come to step {when} in {MEET_TIMEOUT:.0f} s"
                 raise RanksDiffer(why)
         text = self._difference(key, when)
-        # All ranks have stored a digest of this comparison, so they have read all earlier digests.
+        # All ranks have come to this comparison, so no rank will read the digests of earlier ones:
+        # delete this rank's digests, else the store would grow.
         self._stored_keys.append(f"{key}/{self._rank}")
         if len(self._stored_keys) > 2:
             self._forget(self._stored_keys.popleft())
@@ -377,11 +397,11 @@ class Exchange:
         return ""
 
     def _difference(self, key: str, when: str) -> str:
-        """Return a text on which ranks differ, at which step; "" if all agree."""
+        """Say which ranks differ at which step; "" if all ranks have the same digest."""
         text = difference({rank: self._store.get(f"{key}/{rank}") for rank in self._ranks})
         return text and f"{text} at step {when}"
 
     def _forget(self, *keys: str) -> None:
-        with suppress(NotImplementedError, RuntimeError):  # etcd's store cannot delete
+        with suppress(NotImplementedError, RuntimeError):  # a store of etcd cannot delete
             for each in keys:
                 self._store.delete_key(each)

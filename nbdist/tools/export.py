@@ -1,8 +1,8 @@
 """`%dist_export` writes the distributed cells as a script that torchrun runs without nbdist.
 
-Definitions of the notebook come first, as they were typed.  Before each cell the script binds the
-values that the cell uses: small values as code, others from a file that `torch.save` has written.
-Runs in the notebook.
+Runs in the notebook's process.  The notebook's own functions, classes and imports come first in the
+script, as they were typed.  Before each cell the script binds the variables of the notebook that
+the cell uses: small values as code, other values from a file that `torch.save` has written.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def dist_export(line: MagicCall) -> CommandOutput:
     path, file = _free_paths(line.options.file, force=line.options.force)
     world, shell = line.world, line.pool.shell
     history = shell.history_manager.input_hist_parsed  # type: ignore[union-attr]
-    # Cells that auto mode sent to the ranks are in the history, but bound nothing in the notebook.
+    # Cells that auto mode sent to the ranks are in the history of IPython too, but they have bound
+    # nothing in the notebook.  For these, `auto.ran` has what ran in the notebook instead.
     cells = Statements(line.auto.ran.get(number, source) for number, source in enumerate(history))
     past, names = world.session.past, world.session.names
     composer = Composer(past, names, cells, shell.transform_cell)
@@ -92,7 +93,11 @@ def dist_export(line: MagicCall) -> CommandOutput:
 
 
 def _free_paths(text: str | None, *, force: bool) -> tuple[Path, Path]:
-    """Return the paths of the script and of its values; raises UsageError for unusable paths."""
+    """Return the paths of the script and of its file of values.
+
+    Raises UsageError if the name is not that of a Python file, if the folder does not exist, or if
+    one of the files exists and `force` is not given.
+    """
     path = Path(text or "").expanduser()
     if not text or path.suffix != ".py":
         typed = f" {text}" if text else ""
@@ -114,7 +119,10 @@ def _values_file(path: Path) -> Path:
 
 
 def _write(script: ExportedScript, path: Path, file: Path, names: Mapping[str, object]) -> int:
-    """Write the script, and the file of values if needed; return the size of the latter, or 0."""
+    """Write the script, and its file of values if the script needs one.
+
+    Return the size of the file of values, 0 if there is none.
+    """
     size = 0
     try:
         with whole_file(path) as written:
@@ -135,9 +143,9 @@ def _write(script: ExportedScript, path: Path, file: Path, names: Mapping[str, o
 
 
 def group_of(world: World) -> tuple[str, tuple[str, ...]]:
-    """Return the backend of a script, and lines on settings of the workers that it lacks.
+    """Return the backend for the script, and a line for each setting of the world that it lacks.
 
-    The backend "" means the backend that suits the machine, and "none" means no process group.
+    The backend is "" if the script shall choose by its device, and "none" for no process group.
     """
     config, omitted = world.session.config, []
     if given := given_environ(config):
@@ -169,7 +177,7 @@ if torch.cuda.is_available():
     torch.cuda.set_device(device)
 else:
     device = torch.device("cpu")"""
-"""Code that defines the names that cells find on every worker; the process group comes next."""
+"""Code that defines the names that every worker defines for cells, such as `rank` and `device`."""
 
 CHOSEN = '"cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"'
 
@@ -193,47 +201,40 @@ _PREDEFINED = {
 _PREDEFINED -= {"display", "get_ipython"}
 
 _IN_PLACE = {"display": "display = print", "track": "track = lambda **_: None"}
-"""By name: the script's own definitions of functions that cells find on every worker."""
+"""By name: a replacement in the script for a function that every worker defines for cells."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedScript:
-    """A script's text, the variables in its file of values, and the things that it lacks.
-
-    `omitted` has a line for each thing of the notebook that the script leaves out.  `missing` are
-    names that the script uses and does not bind.
-    """
+    """A script, and what its users must know about it."""
 
     text: str
-    saved: tuple[str, ...]
+    saved: tuple[str, ...]  # the variables in the file of values
     cells: int  # the number of cells in the script
-    omitted: tuple[str, ...]
-    missing: tuple[str, ...] = ()
+    omitted: tuple[str, ...]  # a line for each thing of the notebook that the script leaves out
+    missing: tuple[str, ...] = ()  # names that the script uses but does not bind
 
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """The source from which the script gets a variable: `text`, or the file of values.
+    """How the script gets a variable of the notebook: by code, or from the file of values."""
 
-    `needs` are names that the script must bind before, and `after` are statements that set the
-    attributes of the variable.  A definition is an import, a function, a class, or a value that
-    only the statement of a cell can make.  `problem` says what is lost.
-    """
-
-    text: str = ""
-    needs: frozenset[str] = frozenset()
-    problem: str = ""
-    is_saved: bool = False
+    text: str = ""  # code that binds the variable, if it is not in the file of values
+    needs: frozenset[str] = frozenset()  # names that the script must bind before
+    problem: str = ""  # what the script lacks
+    is_saved: bool = False  # True if the variable is in the file of values
+    # True for an import, a function, a class, or a value that only a cell's statement can make.
     is_definition: bool = False
-    after: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()  # statements that set attributes of the variable
 
 
 class Composer:
-    """Composes a script.
+    """Composes a script from the history of tasks and the notebook's variables.
 
-    Imports and definitions of the notebook come first, with the values that they read at once.  The
-    cells follow in the order in which they last ran.  Before each cell are the values that it uses,
-    or that were sent until then: small values as they were sent, others as they are now.
+    Imports and definitions of the notebook come first, with values that they read while they are
+    defined, such as defaults of arguments.  The cells follow in the order in which they last ran.
+    Before each cell the script binds the variables that the cell uses or that were sent until then.
+    A small value is written as it was when it was sent, any other value as it is now.
     """
 
     def __init__(
@@ -246,11 +247,12 @@ class Composer:
         self._missing = dict[str, None]()
         self._defined = set[
             str
-        ]()  # names in the section of definitions that no cell has bound since
-        self._lines: list[str] = []  # lines that come before the next cell
-        # By name: how the value that was written last had been sent; None if that is not known.
+        ]()  # names in the section of definitions that no cell has bound again
+        self._lines: list[str] = []  # lines to write before the next cell
+        # By name: the record of how the last written value had been sent, None if there is none.
         self._written = dict[str, SentName | None]()
-        self._versions = dict[str, object]()  # of written values that no cell has bound since
+        # By name: the version of the written value, unless a cell has bound the name since then.
+        self._versions = dict[str, object]()
         self._bound = frozenset[str]().union(*(task.made for task in past.tasks))
         self._cells = [*self._translate_cells(transform)]
         self._bound = self._bound.union(*(names_bound(text) for _, text in self._cells))
@@ -265,7 +267,11 @@ class Composer:
     def compose(
         self, path: Path, ranks: int, backend: str = "", omitted: tuple[str, ...] = ()
     ) -> ExportedScript:
-        """Return the whole script; its docstring lists `omitted` and what else the script lacks."""
+        """Return the whole script.
+
+        Its docstring says how to run it with `ranks` ranks, and lists `omitted` and all else that
+        the script lacks.
+        """
         chosen = f'"{backend}"' if backend else CHOSEN
         begin, end = f"dist.init_process_group({chosen})", "dist.destroy_process_group()"
         if backend == "none":
@@ -308,20 +314,21 @@ class Composer:
             yield task, text
 
     def _record_missing(self, title: str, text: str, available: set[str]) -> None:
-        """Record the names that a section uses before they are bound; add its names to `available`.
+        """Record the names that a section of the script uses before the script has bound them.
 
-        The section of definitions has no title: cells and values may bind later what the bodies of
-        its functions read.
+        Add all names of the section to `available`, so that each is recorded only once.  The
+        section of definitions has the title "".  Names that only the bodies of its functions read
+        are not missing if cells or values bind them later.
         """
         text = "\n".join([*([POSTPONED] if self._is_postponed else []), *self._lines, text])
         used, bound = names_used(text), names_bound(text)
-        # A name bound in a loop or a condition counts as bound for the lines below.
+        # A name that is bound in a loop or a condition counts as bound, although that may not run.
         missing = used - available - (bound - names_read_first(text))
         if not title:
             origins = (name for name, each in self._origins.items() if each.text or each.is_saved)
             missing -= self._bound.union(origins) - names_read_at_once(text)
         self._lines[:0] = [_IN_PLACE[name] for name in sorted(missing & _IN_PLACE.keys())]
-        self._is_starred |= "import *" in text  # which binds unknown names
+        self._is_starred |= "import *" in text  # may bind any name, so none is surely missing
         for name in () if self._is_starred else sorted(missing - _IN_PLACE.keys()):
             self._missing[name] = None
             why = f"{title} uses {name}, which no cell before it binds"
@@ -332,7 +339,7 @@ class Composer:
     # --- variables of the notebook --------------------------------------------------------------
 
     def _find_origins(self, names: Iterable[str]) -> None:
-        """Find how the script can get these variables, and all variables that they need."""
+        """Find out how the script gets these variables, and all variables that they need."""
         sent = {each.name: each.shipped.needs for each in self._past.sent}
         waiting = {*names}
         while waiting:
@@ -364,14 +371,15 @@ class Composer:
         texts, unset = attributes_since(name, value, text)
         problem = f"{list_names(unset)}, as set since the definition of `{name}`" if unset else ""
         needs = self._statements.names_used(text)
-        # Values that cells bind must come first only if read at once: calls come after the cells.
+        # A value that a cell binds must come before this definition only if the definition reads it
+        # at once.  The body of a function runs later, when a cell has bound the value.
         kinds = types.ModuleType | type | types.FunctionType | types.BuiltinFunctionType
         values = {n for n in self._unsent if not isinstance(self._names.namespace.get(n), kinds)}
         needs -= values - names_read_at_once(text)
         return _Origin(text, needs, problem, is_definition=True, after=tuple(texts))
 
     def _definitions(self, available: set[str]) -> str:
-        """Return the section with imports and definitions, which also reads the file of values."""
+        """Return the section of the script with imports and definitions, which reads values too."""
         for name in sorted(name for name, each in self._origins.items() if each.is_definition):
             self._define(name)
         for _, origin in sorted(self._origins.items()):
@@ -386,8 +394,9 @@ class Composer:
     def _define(self, name: str) -> None:
         """Write a definition, after the definitions that it needs and the values that it reads.
 
-        A list, dict or set is written as the statement of a cell that made it, since definitions
-        may fill it: a table in which functions register themselves must be empty at first.
+        A list, dict or set that a definition reads is written as the statement that made it in a
+        cell, not as its value now.  It may be a table in which functions register themselves, which
+        must be empty at first, since the definitions in the script fill it again.
         """
         if name in self._defined:
             return
@@ -415,10 +424,11 @@ class Composer:
         return isinstance(self._names.namespace.get(name), list | dict | set)
 
     def _write_value(self, name: str, sent: Mapping[str, SentName], *, is_used: bool) -> None:
-        """Write a value before a cell: a small value as it was sent, others as they are now.
+        """Write a value before a cell, unless the script has already bound it to the same version.
 
-        If no task is recorded that sent the value, as for a variable that a set-up cell has brought
-        to new workers, a small value is written as it is now, too.
+        A small value is written as it was when a task sent it, any other value as it is now.  If no
+        such task is recorded, as for a variable that a set-up cell has brought to new workers, a
+        small value is written as it is now, too.
         """
         origin, record = self._origins.get(name), sent.get(name)
         if origin is None or self._written.get(name, self) is record:
@@ -439,7 +449,7 @@ class Composer:
             self._omitted[origin.problem] = None
         if text is not None:
             self._lines.append(f"{name} = {text}")
-        elif origin.is_saved:  # read again: cells may have changed the value in NOTEBOOK
+        elif origin.is_saved:  # read the file again: cells may have changed the object
             self._lines.append(f"{name} = {LOAD if is_again else 'NOTEBOOK'}[{name!r}]")
         elif origin.text and not (origin.is_definition and name in self._defined):
             self._lines += [origin.text, *origin.after]
@@ -451,7 +461,10 @@ class Composer:
 
 
 def _atom(version: object) -> str | None:
-    """Return a small value, which its version contains, as code; None for other versions."""
+    """Return the value that a version contains, as code; None if the value is not small.
+
+    The version of a small value is the name of its type and its text.
+    """
     match version:
         case (str(kind), str(text)) if kind != "module":
             return literal(eval(text, {"inf": math.inf, "nan": math.nan, "Ellipsis": ...}))
@@ -459,7 +472,7 @@ def _atom(version: object) -> str | None:
 
 
 def _cell_section(task: PastTask, text: str, before: Sequence[str]) -> str:
-    """Return a cell below its title and the lines `before`, which bind the values that it uses."""
+    """Return the section of a cell: its title, the lines `before` that bind values, its code."""
     if has_top_level_await(text):
         text = wrap_in_event_loop(text, f"cell_{task.number or task.last}")
     if text.strip() and not task.on_all:
@@ -473,12 +486,19 @@ STOPPED = "this cell was stopped before its end, and the script runs all of it"
 
 
 def _is_written(task: PastTask) -> bool:
-    """Return True for a cell that is in the script; a stopped cell is, since its effects stay."""
+    """Return True if a cell is written to the script.
+
+    A cell that was stopped is written too, since it may have bound variables before.
+    """
     return task.status in ("ok", "interrupted")
 
 
 def _omitted_tasks(past: TaskHistory) -> list[str]:
-    """Return lines on omitted tasks, such as failed cells and scripts, and on gathered values."""
+    """Return a line for each task that the script leaves out, such as failed cells and scripts.
+
+    The last line is about gathered values, if there are any: the script cannot contain what the
+    notebook has done with them.
+    """
     lines = []
     if past.forgotten:
         lines.append(f"the first {count(past.forgotten, 'cell')}: they are no longer known")
@@ -501,11 +521,11 @@ _MAGICS = {
     "values.give_back": "%dist_restart --keep",
     **{"snapshot": "%dist_restore", "run": "World.run"},
 }
-"""By op, or by the op's module: the magic or method that the user has called."""
+"""By op, or by the module of the op: the magic or method that users call."""
 
 
 def _title_of(task: PastTask) -> str:
-    """Return the name of a task for people, such as `In [5]`."""
+    """Return the name by which users know a task, such as `In [5]` or `%dist_run train.py`."""
     if task.kind == "call":
         return f"`{_MAGICS.get(task.text) or _MAGICS.get(task.text.partition('.')[0], task.text)}`"
     if task.kind == "script":

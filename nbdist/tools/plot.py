@@ -1,6 +1,7 @@
 """`%dist_plot` shows curves of tracked numbers; `%%distributed --plot` tracks logged numbers.
 
-Runs in the notebook.  The op for `--plot` is `nbdist.tools.plot_op`.
+Runs in the notebook's process.  For `--plot`, ops in the workers (`nbdist.tools.plot_op`) read the
+numbers from progress bars and logs.
 """
 
 from __future__ import annotations
@@ -46,8 +47,11 @@ def dist_plot(line: MagicCall) -> CommandOutput | str:
 
 
 def choose_curves(curves: Curves, words: Sequence[str]) -> list[str]:
-    """Return the names of the chosen curves, by default all; raises UsageError for other names."""
-    # `loss,lr` stands for two names, unless a curve is called so.
+    """Return the names of the curves that `words` choose, or of all curves if there are no words.
+
+    Raises UsageError for a name that has no curve.
+    """
+    # The word `loss,lr` stands for two names, unless a curve has the name `loss,lr`.
     parts = ([word] if word in curves.by_name else word.split(",") for word in words)
     names = [name for each in parts for name in each if name]
     for name in names:
@@ -60,7 +64,7 @@ def choose_curves(curves: Curves, words: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _plotted(line: MagicCall) -> Iterator[None]:
-    """While the cell runs, track numbers with the names of `--plot` in its bars and logs."""
+    """While the cell runs, track the numbers in its bars and logs that `--plot` names."""
     if line.options.plot is None:
         yield
         return
@@ -82,7 +86,10 @@ def _plotted(line: MagicCall) -> Iterator[None]:
 
 
 def _stop_reading_logs(line: MagicCall, names: Sequence[str]) -> str:
-    """Stop reading logs; return a line on names that were not logged, or on an error, or ""."""
+    """Stop reading logs; return a line about names of `--plot` that were never logged, or "".
+
+    If the ranks cannot be asked, return a line with the error.
+    """
     try:
         logged = line.call("plot.end")
     except NbdistError as error:

@@ -1,7 +1,7 @@
 """The ops of `--plot`: track numbers in tqdm's postfix and in logs of transformers and Lightning.
 
-Runs in workers; the notebook calls `begin` before a cell and `end` after it.  Meanwhile the methods
-of these libraries that log are wrapped, also in modules that the cell itself imports.
+Runs in workers; the notebook calls `begin` before a cell and `end` after it.  While the cell runs,
+the methods by which these libraries log are wrapped, also if the cell itself imports a library.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ if TYPE_CHECKING:
 
 MAX_SEEN = 50
 ALSO = {"learning_rate": "lr"}
-"""Names of transformers for which people also write a shorter name."""
+"""By name in the logs of transformers: a shorter name that people may also give to `--plot`."""
 
 LoggedValues = tuple[float | None, Mapping[str, Any]]
-"""The step, or None to count calls instead, and the logged values by name."""
+"""The step, or None if `track` shall count the calls, and the logged values by name."""
 
 
 def begin(context: Context, names: Sequence[str]) -> None:
-    """Start tracking logged numbers with these names."""
+    """Start to track the logged numbers with these names."""
     _stop()
     _begun.append(Taps(frozenset(names)))
 
 
 def end(context: Context) -> tuple[str, ...]:
-    """Stop tracking, and return names of logged numbers, at most `MAX_SEEN` of untracked ones."""
+    """Stop tracking; return the names of all numbers that were tracked, and of others in the logs.
+
+    Names of at most about `MAX_SEEN` numbers that were not tracked are returned.
+    """
     return _stop()
 
 
@@ -50,7 +53,7 @@ def _of_postfix(
     _: Any, ordered_dict: Mapping[str, Any] | None = None, *__: Any, **numbers: Any
 ) -> LoggedValues:
     numbers.pop("refresh", None)
-    # Calls are counted, since a bar's own steps begin again in each epoch.
+    # No step: `track` then counts the calls.  The steps of a bar begin at 0 again in each epoch.
     return None, {**(ordered_dict or {}), **numbers}
 
 
@@ -75,13 +78,14 @@ READERS: dict[str, tuple[str, dict[str, Reader]]] = {
     "lightning.pytorch.core.module": ("LightningModule", {"log": _of_module}),
     "pytorch_lightning.core.module": ("LightningModule", {"log": _of_module}),
 }
-"""By module: a class, and by its methods that log a reader of the method's arguments."""
+"""By module, the class that logs, and by method a function that reads the method's arguments."""
 
 
 class Taps(MetaPathFinder):
-    """Wraps the methods in `READERS` until `stop` is called.
+    """Wraps the methods in `READERS`, so that logged numbers are tracked, until `stop` is called.
 
-    As a finder on `sys.meta_path`, the object also wraps methods of modules imported later.
+    The object is also a finder on `sys.meta_path`: it wraps the methods of a module of `READERS`
+    that is imported later.
     """
 
     def __init__(self, names: frozenset[str]) -> None:
@@ -94,9 +98,10 @@ class Taps(MetaPathFinder):
         sys.meta_path.insert(0, self)
 
     def stop(self) -> tuple[str, ...]:
-        """Restore the methods, and return the names of logged numbers.
+        """Restore the wrapped methods, and return the names of the numbers that were logged.
 
-        If other code has wrapped a method meanwhile, the old wrapper stays inside and does nothing.
+        If other code has wrapped a method too since then, the method is not restored, and the
+        wrapper of this object does nothing from now on.
         """
         self._names = frozenset()
         sys.meta_path.remove(self)
@@ -108,7 +113,10 @@ class Taps(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module of `READERS` whose loading wraps its methods, or None."""
+        """Return a spec for a module of `READERS`, by which its methods are wrapped once loaded.
+
+        Return None for any other module, so that Python asks the next finder.
+        """
         if fullname not in READERS or not (spec := PathFinder.find_spec(fullname, path)):
             return None
         loader: Any = spec.loader
@@ -143,7 +151,7 @@ class Taps(MetaPathFinder):
         return log
 
     def _track_logged(self, step: float | None, logged: Mapping[str, Any]) -> None:
-        """Track the logged values that are numbers and whose names `--plot` has chosen."""
+        """Track the logged values that are numbers and that `--plot` names; record all names."""
         for name, value in _numbers(logged.items()):
             if (also := ALSO.get(name)) in self._names and also not in logged:
                 name = str(also)
@@ -158,7 +166,7 @@ class Taps(MetaPathFinder):
 
 
 _begun: list[Taps] = []
-"""The `Taps` that wraps methods now, if any."""
+"""The object that wraps methods now, if any; at most one."""
 
 
 def _numbers(logged: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

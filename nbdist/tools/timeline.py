@@ -1,7 +1,8 @@
-"""`%dist_timeline` shows where ranks spent the last cell; `%%distributed --profile` writes a trace.
+"""`%dist_timeline` shows how ranks spent the last cell; `%%distributed --profile` writes a trace.
 
-Runs in the notebook.  `nbdist.tools.timeline_data` computes the timeline from the records of each
-rank, and `nbdist.tools.timeline_chart` draws it.
+Runs in the notebook's process.  The op `timeline` (`nbdist.tools.timeline_op`) returns the records
+of each rank, `nbdist.tools.timeline_data` computes the timeline from these records, and
+`nbdist.tools.timeline_chart` draws it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from nbdist.wire.ops import TracePart
 from nbdist.words import count, one_line
 
 MAX_ROWS = 32
-"""The number of ranks that have a row: of more ranks, the ones that stand out."""
+"""The most ranks that have a row; of more ranks, those that others waited for longest."""
 
 ON_GPUS = "nccl collectives are not included: `%%distributed --profile` shows what GPUs do"
 
@@ -54,7 +55,7 @@ def dist_timeline(line: MagicCall) -> CommandOutput | str:
 
 
 def headline(timeline: Timeline) -> str:
-    """Return a line with the time of the cell, and the rank that kept the others waiting."""
+    """Write the heading: the time of the cell, its collectives, and the rank others waited for."""
     collectives = count(timeline.collective_count, "collective")
     if not timeline.is_recorded:
         collectives = "which rank came last is not recorded before torch 2.11"
@@ -69,7 +70,10 @@ def headline(timeline: Timeline) -> str:
 
 
 def _table(timeline: Timeline, shown: Iterable[TimelineRow]) -> CommandOutput:
-    """Return the times of the ranks as a table; the waits for others only if they are recorded."""
+    """Return the times of these ranks as a table, below the heading.
+
+    The table has the time that a rank waited for other ranks only if torch records that time.
+    """
     waiting = ["waiting"] if timeline.is_recorded else []
     rows = [["rank", "total", "computing", "in collectives", *waiting, "times last", "wait caused"]]
     text = partial(short_seconds, whole=timeline.seconds)
@@ -83,7 +87,11 @@ def _table(timeline: Timeline, shown: Iterable[TimelineRow]) -> CommandOutput:
 
 
 def _rows_to_show(timeline: Timeline) -> list[TimelineRow]:
-    """Return the rows to show: of many ranks, the most awaited and then the slowest."""
+    """Return the rows to show, by rank.
+
+    Of more than `MAX_ROWS` ranks, those are shown for which other ranks waited longest, and then
+    those that computed longest.
+    """
     order = sorted(timeline.rows, key=lambda row: (-row.awaited, -row.computing))
     return sorted(order[:MAX_ROWS], key=lambda row: row.rank)
 
@@ -91,16 +99,16 @@ def _rows_to_show(timeline: Timeline) -> list[TimelineRow]:
 # --- a profile ---------------------------------------------------------------------------
 
 TRACE_HEAD = b'{"nbdist": 1, "displayTimeUnit": "ms", "traceEvents": [\n'
-"""The beginning of every trace: only a file that begins so is overwritten."""
+"""The beginning of every trace of nbdist: no file is overwritten that begins with other bytes."""
 
 SUFFIXES = (".json", ".json.gz")
 
 
 @contextmanager
 def _profiled(line: MagicCall) -> Iterator[None]:
-    """Run torch's profiler around a cell with `--profile`.
+    """Run torch's profiler on all ranks while a cell with `--profile` runs, and write the trace.
 
-    The trace is written even if the cell fails.  If the trace cannot be written, a line says so.
+    The trace is also written if the cell fails.  A line says where it is, or why there is none.
     """
     if line.options.profile is None:
         yield
@@ -119,7 +127,10 @@ def _profiled(line: MagicCall) -> Iterator[None]:
 
 
 def _collect(line: MagicCall, path: Path, origin: int) -> str:
-    """Fetch the ranks' events and write the trace; return the line to show."""
+    """Fetch the events of all ranks, and write them to `path`; return a line on the result.
+
+    `origin` is the time in nanoseconds since 1970 from which the trace counts its times.
+    """
     try:
         traces = line.call("timeline.end_profile", origin_ns=origin)
         parts = {rank: part or TracePart() for rank, part in traces.items()}
@@ -145,7 +156,11 @@ PROFILE = CellOption(
 
 
 def check_path(text: str) -> Path:
-    """Return the path for a trace; raises UsageError for a bad name, folder or existing file."""
+    """Return the path of a trace to write.
+
+    Raises UsageError if the name has another suffix, if the folder does not exist, or if a file
+    exists that is no trace of nbdist.
+    """
     path = Path(text).expanduser()
     if not text.endswith(SUFFIXES):
         raise UsageError(
@@ -162,7 +177,10 @@ def check_path(text: str) -> Path:
 
 
 def write_trace(path: Path, parts: Mapping[int, TracePart]) -> None:
-    """Write the ranks' parts as one trace; on an OSError raise UsageError and write nothing."""
+    """Write the parts of all ranks to one trace file.
+
+    If the file cannot be written, raise UsageError, and leave no part of a file.
+    """
     try:
         with whole_file(path) as opened, ExitStack() as stack:
             is_packed = path.suffix == ".gz"
@@ -176,7 +194,7 @@ def write_trace(path: Path, parts: Mapping[int, TracePart]) -> None:
 
 
 def _is_trace(path: Path) -> bool:
-    """Return True if the file is a trace that nbdist has written."""
+    """Return True if the file begins as a trace that nbdist has written."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             return bool(file.read(len(TRACE_HEAD)) == TRACE_HEAD)

@@ -1,7 +1,8 @@
 """Draws the timeline of a cell, a row per rank, as a picture for pages and as text for terminals.
 
-Each row is cut into slices of equal length.  A slice of many short calls shows the share of its
-time that the rank spent computing, communicating and waiting.  Pure; called in the notebook.
+Each row is divided into slices of equal length, which show for what share of the slice the rank
+computed, communicated and waited.  `nbdist.tools.timeline` calls it in the notebook's process.
+Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from nbdist.output.html_parts import AMBER, BLUE, GREY, RED, coloured, dim, line
 from nbdist.tools.timeline_data import Timeline, TimelineRow, TimeSlice, least_awaited, slices_of
 
 TEXT_SLICES, PICTURE_SLICES = 60, 240
-"""Slices of a row in a text, which are its characters, and in a picture."""
+"""The slices of a row: in a text, where each is a character, and in a picture."""
 
 MAX_TICKS, AXIS_SHARE = 6, 0.92
-"""The most ticks on the axis of time, and the share of the axis that has ticks."""
+"""The most ticks on the axis of time, and the share of the axis in which ticks may begin.
+
+The rest of the axis is left for the text of the last tick.
+"""
 
 
 def chart(timeline: Timeline, rows: Sequence[TimelineRow]) -> CommandOutput:
-    """Draw these rows of the timeline above an axis of time, with a legend."""
+    """Draw these rows of the timeline above an axis of time, a legend, and the longest waits."""
     periods = [period.text(timeline.seconds) for period in awaited_periods(timeline)]
     text = "\n".join([*_text_rows(timeline, rows), *periods])
     html = panel(_picture_rows(timeline, rows), *(line(escape(each)) for each in periods))
@@ -33,14 +37,17 @@ def chart(timeline: Timeline, rows: Sequence[TimelineRow]) -> CommandOutput:
 
 
 def short_seconds(seconds: float, whole: float) -> str:
-    """Return `0.99 s`, or `45 ms` if the `whole` is short, so that a column has one unit."""
+    """Write seconds as `0.99 s`, or as `45 ms` if `whole` is below a second.
+
+    `whole` is the time of the cell, the same for all texts of a column, so they have one unit.
+    """
     if whole < 1:
         return f"{seconds * 1000:.0f} ms"
     return f"{seconds:.1f} s" if whole >= 100 else f"{seconds:.2f} s"
 
 
 def ticks(whole: float) -> list[float]:
-    """Return the moments in seconds to mark on an axis from 0 to `whole`: 0, 2, 4, 6 and so on."""
+    """Return the moments to mark on an axis from 0 to `whole` seconds, such as 0, 2, 4 and 6."""
     if whole <= 0:
         return [0.0]
     sizes = (digit * 10.0**exponent for exponent in range(-9, 12) for digit in (1, 2, 5))
@@ -49,23 +56,23 @@ def ticks(whole: float) -> list[float]:
 
 
 def tick_text(seconds: float, whole: float) -> str:
-    """Return `2 s`, or `200 ms` if the `whole` is shorter than a second."""
+    """Write a moment on the axis as `2 s`, or as `200 ms` if the `whole` axis is below a second."""
     return f"{seconds * 1000:,.10g} ms" if whole < 1 else f"{seconds:,.10g} s"
 
 
 # --- when others waited for a rank --------------------------------------------------------------
 
 MIN_CAUSED, MAX_GAP = 0.1, 1
-"""A slice belongs to a period if others wait for the rank for at least this share of the slice.
+"""A slice belongs to a period of waiting if others wait in at least `MIN_CAUSED` of the slice.
 
-At most `MAX_GAP` slices in a row with a smaller share do not end the period.
+Up to `MAX_GAP` slices in a row with a smaller share do not end the period.
 """
 
 MAX_PERIODS = 3
 
 
 class AwaitedPeriod(NamedTuple):
-    """A part of the time in which others waited for a rank, each for `seconds` on average."""
+    """A period in which other ranks waited for a rank, each for `seconds` seconds on average."""
 
     rank: int
     begin: float
@@ -73,13 +80,13 @@ class AwaitedPeriod(NamedTuple):
     seconds: float
 
     def text(self, whole: float) -> str:
-        """Write `others waited 1.32 s for rank 2 between 8.30 s and 9.90 s`."""
+        """Say the wait in words: `others waited 1.32 s for rank 2 between 8.30 s and 9.90 s`."""
         begin, end, seconds = (short_seconds(each, whole) for each in self[1:])
         return f"others waited {seconds} for rank {self.rank} between {begin} and {end}"
 
 
 def awaited_periods(timeline: Timeline) -> list[AwaitedPeriod]:
-    """Return the periods with the longest waits for a rank, by their begin."""
+    """Return up to `MAX_PERIODS` periods, those with the longest waits, the earliest first."""
     step = timeline.seconds / TEXT_SLICES
     periods = list[AwaitedPeriod]()
     for rank, slices in slices_of(timeline, TEXT_SLICES).items():
@@ -99,13 +106,13 @@ def awaited_periods(timeline: Timeline) -> list[AwaitedPeriod]:
 # --- as text ------------------------------------------------------------------------------------
 
 HEIGHTS = "▁▂▃▄▅▆▇█"
-"""The characters of a slice, by the share of its time that the rank spent computing."""
+"""The characters for a slice: the more of it the rank computed, the higher the character."""
 
 UNRECORDED_MARK = "·"
 
 
 def text_bar(slices: Iterable[TimeSlice | None]) -> str:
-    """Draw a slice as a character whose height is the share of computing."""
+    """Draw slices as characters, whose heights are the shares in which the rank computed."""
     return "".join(map(_character, slices)).rstrip()
 
 
@@ -137,12 +144,12 @@ def _text_rows(timeline: Timeline, rows: Sequence[TimelineRow]) -> Iterator[str]
 PICTURE_WIDTH, ROW_HEIGHT = 720, 24  # pixels of a page; in a narrow page pictures are narrower
 
 BAR, STRIP_TOP, STRIP = 80, 84, 16
-"""Heights in a row of 100: the bar with the shares, and the strip below with the waits caused."""
+"""Heights in a picture of height 100: the bar of shares, and below it the strip of waits caused."""
 
 COMMUNICATING, WAITING, UNRECORDED = GREY, AMBER, "rgba(134,142,150,0.25)"
 
 LEAST_CAUSED, CAUSED_SHADES = 0.05, 4
-"""The share of a slice from which on the strip is drawn, and the shades of the strip."""
+"""The least share of caused waits that the strip shows, and its number of shades of red."""
 
 _ROW_NAME = "padding:0 8px 0 0;border:none;text-align:left;white-space:nowrap;vertical-align:top"
 _ROW_PICTURE = "padding:0;border:none;text-align:left;width:100%"
@@ -173,7 +180,7 @@ def _legend(shown: Sequence[TimeSlice], *, is_split: bool) -> str:
 
 
 def _axis(whole: float) -> str:
-    """Mark moments below the pictures, each by a short line with its time beside it."""
+    """Write the axis below the pictures: short lines, each with its moment beside it."""
     moments = ticks(whole)
     marks = ""
     for begin, end in zip(moments, [*moments[1:], whole], strict=True):
@@ -185,7 +192,7 @@ def _axis(whole: float) -> str:
 
 
 def _image(row: TimelineRow, slices: Sequence[TimeSlice | None]) -> str:
-    """Embed the picture of a row, which a page stretches to the width of the column."""
+    """Write the picture of a row as `<img>`, which a page stretches to the width of the column."""
     words = f"rank {row.rank}: {short_seconds(row.computing, row.seconds)} computing, "
     words += f"{short_seconds(row.in_collectives, row.seconds)} in collectives"
     encoded = b64encode(row_picture(slices).encode()).decode()
@@ -194,9 +201,10 @@ def _image(row: TimelineRow, slices: Sequence[TimeSlice | None]) -> str:
 
 
 def row_picture(slices: Sequence[TimeSlice | None]) -> str:
-    """Draw a rank's slices as SVG: from the bottom of the bar computing, communicating, waiting.
+    """Draw the slices of a rank as SVG: a bar, and a strip below the bar.
 
-    Below the bar, a strip shows how much of each slice others waited for this rank.
+    Each slice of the bar is divided, from the bottom up, into the shares of computing,
+    communicating and waiting.  The strip shows how much of the slice others waited for this rank.
     """
     shapes = list[str]()
     for start, run in _runs(slices):
@@ -217,9 +225,9 @@ def row_picture(slices: Sequence[TimeSlice | None]) -> str:
 
 
 def _runs(slices: Iterable[TimeSlice | None]) -> Iterator[tuple[int, list[TimeSlice]]]:
-    """Yield the number of the first slice, and the slices, of each run of equal `is_recorded`."""
+    """Divide slices into runs that are all recorded or all not; yield first number and slices."""
     numbered = ((number, part) for number, part in enumerate(slices) if part is not None)
-    # In a run, numbers grow by one: a slice in which the rank did not run begins a new run.
+    # `number - at` changes after a gap, in which the rank did not run: the gap begins a new run.
     keyed = ((number - at, number, part) for at, (number, part) in enumerate(numbered))
     for _, run in groupby(keyed, key=lambda each: (each[0], each[2].is_recorded)):
         parts = [*run]
@@ -227,14 +235,14 @@ def _runs(slices: Iterable[TimeSlice | None]) -> Iterator[tuple[int, list[TimeSl
 
 
 def _area(start: int, shares: Iterable[float], colour: str) -> str:
-    """Fill the bar from its bottom up to these shares of its height, one for each slice."""
+    """Fill the bar from its bottom up to a share of its height; each slice has its own share."""
     heights = (round(BAR * share) for share in shares)
     steps = (f"V{BAR - height}h{len([*run])}" for height, run in groupby(heights))
     return f'<path d="M{start} {BAR}{"".join(steps)}V{BAR}z" fill="{colour}"/>'
 
 
 def _strip(caused: Sequence[float]) -> Iterator[str]:
-    """Mark the slices in which others waited for the rank, the darker the longer they waited."""
+    """Mark slices in which other ranks waited for this rank: the longer they waited, the darker."""
     shades = [ceil(min(1.0, each) * CAUSED_SHADES) * (each >= LEAST_CAUSED) for each in caused]
     start = 0
     for shade, run in groupby(shades):

@@ -1,10 +1,12 @@
-"""Computes where ranks spent the last cell, and for whom they waited, from the ranks' records.
+"""Computes from records of the ranks how they spent the last cell, and for whom they waited.
 
-Pure; called in the notebook.  The records come from `nbdist.tools.timeline_op`.  There are two
-kinds of waits.  Waits in Python code are measured, and include the communication itself.  A wait in
-C++ code is assumed from the time a rank begins a collective until the last rank begins it, if the
-rank has no other record in between.  So a backward that computes on after its last collective
-counts as waiting until then.
+`nbdist.tools.timeline` calls it in the notebook's process; pure, so without I/O.  The records come
+from `nbdist.tools.timeline_op` in the workers.
+
+Waits in Python code are measured; they include the communication itself.  Waits in C++ code are
+assumed: a rank that begins a collective waits until the last rank begins it, unless the rank has
+another record before that.  So if a backward computes on after its last collective has begun, this
+counts as waiting until the last rank has begun the collective too.
 """
 
 from __future__ import annotations
@@ -22,15 +24,17 @@ from nbdist.words import size_text
 TimeSpan = tuple[float, float]
 
 LATE = 0.001
-"""Seconds after the first rank from which on the last rank of a collective counts as late."""
+"""The last rank to begin a collective is late if the first one began this many seconds before."""
 
 LEAST, LEAST_SHARE = 0.01, 0.02
-"""How long others must wait for a rank until it is called the straggler: seconds, and share of the
-cell."""
+"""How long other ranks must wait for a rank, at least, until texts name it as the straggler.
+
+The wait must be that many seconds, and that share of the cell.
+"""
 
 
 class RankWait(NamedTuple):
-    """A wait for the rank `awaited`, which was the last to begin a collective."""
+    """A wait of a rank for the rank `awaited`, which was the last to begin a collective."""
 
     begin: float
     end: float
@@ -39,7 +43,7 @@ class RankWait(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TimelineRow:
-    """The seconds of a rank in the cell; all moments count from the first rank's begin."""
+    """How a rank spent the cell, in seconds; moments count from when the first rank began."""
 
     rank: int
     begin: float
@@ -47,9 +51,9 @@ class TimelineRow:
     in_collectives: float  # how much of that the rank spent in collectives
     spans: tuple[TimeSpan, ...]  # when the rank was in collectives
     waits: tuple[RankWait, ...]  # the parts of `spans` before the last rank came
-    recorded_from: float  # the moment from which on no span is missing
+    recorded_from: float  # before this moment spans may be missing
     came_last: int = 0  # how many collectives the rank began late, after all other ranks
-    awaited: float = 0.0  # how long each other rank waited for this rank, on average
+    awaited: float = 0.0  # how long another rank waited for this rank, on average
 
     @property
     def computing(self) -> float:
@@ -64,28 +68,31 @@ class TimelineRow:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A cell on all ranks that ran it."""
+    """The last cell on all ranks that ran it."""
 
     rows: tuple[TimelineRow, ...]
     collective_count: int  # the number of collectives that more than one rank began
     straggler: TimelineRow | None  # the rank for which others waited, None if no rank stands out
     operations: tuple[str, ...]  # such as `all_reduce x 3 (3 KiB)`
-    is_recorded: bool  # as in `RankTimes`, for all ranks
-    is_whole: bool
+    is_recorded: bool  # False if torch does not record collectives on some rank
+    is_whole: bool  # False if spans of some rank may be missing
 
     @property
     def seconds(self) -> float:
-        """The time from the first rank's begin to the last rank's end."""
+        """The seconds from when the first rank began the cell until the last rank ended it."""
         return max(row.begin + row.seconds for row in self.rows)
 
 
 def least_awaited(whole: float) -> float:
-    """Return for how many seconds others must wait for a rank until a text names the rank."""
+    """Return how many seconds others must wait for a rank until texts name it.
+
+    `whole` is the time of the whole cell in seconds.
+    """
     return max(LEAST, LEAST_SHARE * whole)
 
 
 def timeline_of(times: Mapping[int, RankTimes]) -> Timeline | None:
-    """Return the timeline of the ranks' records; None if no rank has run a cell."""
+    """Compute the timeline from the records of the ranks; None if no rank has run a cell."""
     times = {rank: each for rank, each in times.items() if each.began_ns}
     if not times:
         return None
@@ -134,9 +141,9 @@ def timeline_of(times: Mapping[int, RankTimes]) -> Timeline | None:
 
 
 def _wait_spans(times: RankTimes, last: Mapping[tuple[str, int], int]) -> list[tuple[int, int]]:
-    """Return when a rank waited, from measured waits and assumed waits in C++ code, merged.
+    """Return when a rank was in collectives: its measured waits and its assumed waits, merged.
 
-    `last` has the time when the last rank began a collective, by its group and number.
+    `last` has by a collective's group and number the time at which the last rank began it.
     """
     spans = [*times.waits]
     begins = sorted([*(collective.at_ns for collective in times.met), *(a for a, _ in times.waits)])
@@ -158,7 +165,7 @@ def _wait_spans(times: RankTimes, last: Mapping[tuple[str, int], int]) -> list[t
 
 
 def _recorded_from(times: RankTimes) -> int:
-    """Return the moment in nanoseconds before which collectives or waits may be missing."""
+    """Return the time, in nanoseconds since 1970, before which records of a rank may be missing."""
     if times.is_whole:
         return times.began_ns
     firsts = [collective.at_ns for collective in times.met[:1]]
@@ -171,7 +178,10 @@ def _waits(
     meetings: Mapping[tuple[str, int], Mapping[int, int]],
     spans: Mapping[int, list[tuple[int, int]]],
 ) -> tuple[dict[int, list[RankWait]], dict[int, int]]:
-    """Return by rank the waits for other ranks, in ns, and how often the rank came late."""
+    """Return by rank its waits for other ranks, in nanoseconds, and how often it came late.
+
+    `meetings` has for each collective when each rank began it, `spans` when ranks were waiting.
+    """
     waits: dict[int, list[RankWait]] = {rank: [] for rank in spans}
     came_last: dict[int, int] = dict.fromkeys(spans, 0)
     done: dict[int, int] = defaultdict(int)  # by rank: until when its waits are counted
@@ -189,7 +199,7 @@ def _waits(
 
 
 def _within(spans: Sequence[TimeSpan], begin: float, end: float) -> Iterator[TimeSpan]:
-    """Yield the parts of these spans that are between `begin` and `end`."""
+    """Yield the parts of these time spans that lie between `begin` and `end`."""
     for at in range(max(0, bisect_left(spans, (begin, 0)) - 1), len(spans)):
         first, last = max(spans[at][0], begin), min(spans[at][1], end)
         if spans[at][0] >= end:
@@ -199,9 +209,9 @@ def _within(spans: Sequence[TimeSpan], begin: float, end: float) -> Iterator[Tim
 
 
 def _operations(ranks: Iterable[tuple[Met, ...]]) -> tuple[str, ...]:
-    """Return texts like `all_reduce x 3 (3 KiB)`, the most bytes first.
+    """Count the collectives by operation, as `all_reduce x 3 (3 KiB)`, the most bytes first.
 
-    The texts describe the collectives of the rank that began the most.
+    Only the rank that has begun the most collectives is counted.
     """
     sizes: dict[str, list[int]] = defaultdict(list)
     for each in max(ranks, key=len, default=()):
@@ -217,10 +227,10 @@ def _operations(ranks: Iterable[tuple[Met, ...]]) -> tuple[str, ...]:
 
 
 class TimeSlice(NamedTuple):
-    """How a rank spent a slice of the time, in shares, and how long other ranks waited for it.
+    """How a rank spent a slice of the cell's time; all fields are shares of the slice.
 
-    `computing`, `communicating` and `waiting` add up to 1.  `caused` is the share of the slice for
-    which other ranks waited for this rank, on average.
+    `computing`, `communicating` and `waiting` add up to 1.  `caused` is the share in which another
+    rank waited for this rank, on average.
     """
 
     computing: float
@@ -231,7 +241,10 @@ class TimeSlice(NamedTuple):
 
 
 def slices_of(timeline: Timeline, slice_count: int) -> dict[int, list[TimeSlice | None]]:
-    """Return by rank the slices of the whole time; None while the rank did not run the cell."""
+    """Divide the time of the cell into slices of equal length, and return by rank what it did.
+
+    A slice is None if the rank did not run the cell then.
+    """
     step = timeline.seconds / slice_count or 1.0
     others = max(1, len(timeline.rows) - 1)
     caused = {row.rank: [0.0] * slice_count for row in timeline.rows}
@@ -266,7 +279,7 @@ def _slices(row: TimelineRow, step: float, caused: Sequence[float]) -> list[Time
 def _by_slice(
     begin: float, end: float, step: float, slice_count: int
 ) -> Iterator[tuple[int, float]]:
-    """Yield the number of each slice that a span touches, and the seconds of the span in it."""
+    """Yield the number of each slice that a time span overlaps, and the seconds of the overlap."""
     for number in range(max(0, int(begin / step)), min(slice_count, int(end / step) + 1)):
         seconds = min(end, (number + 1) * step) - max(begin, number * step)
         if seconds > 0:

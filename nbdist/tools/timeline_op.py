@@ -1,7 +1,8 @@
 """The ops of `%dist_timeline` and `--profile`: times of ranks, and events of torch's profiler.
 
-Runs in workers.  `timeline` returns when the rank waited in its last cell, and which collectives it
-began.  `begin_profile` and `end_profile` are called before and after a cell, each by its own task.
+Runs in workers, called by `nbdist.tools.timeline` in the notebook.  `timeline` returns when the
+rank waited in its last cell, and which collectives it began.  `begin_profile` and `end_profile` run
+before and after a cell, as tasks of their own.
 """
 
 from __future__ import annotations
@@ -28,17 +29,23 @@ if TYPE_CHECKING:
     from nbdist.worker.namespace import Context
 
 MAX_COLLECTIVES = 2_000
-"""The most collectives that are returned; Flight Recorder keeps no more by default."""
+"""The most collectives of a cell that are returned: torch's Flight Recorder keeps about as many."""
 
 DTYPE_BYTES = {
     **{"Double": 8, "Long": 8, "ComplexFloat": 8, "ComplexDouble": 16, "Float": 4, "Int": 4},
     **{"Half": 2, "BFloat16": 2, "Short": 2},
 }
-"""The bytes of an element by torch's name of its dtype in C++; other dtypes count as one byte."""
+"""The bytes of an element, by the name of its dtype in torch's C++ code.
+
+Elements of all other dtypes count as one byte.
+"""
 
 
 def timeline(context: Context) -> RankTimes:
-    """Return the times of the last cell; `began_ns` is 0 if none has run."""
+    """Return when the last cell ran on this rank, waited for other ranks, and began collectives.
+
+    If no cell has run, `began_ns` is 0.
+    """
     cell = CELL_TIMES
     newest = takewhile(
         lambda entry: entry["time_created_ns"] >= cell.began_ns, seam.recorded_collectives()
@@ -70,11 +77,11 @@ MAX_TRACE_BYTES = 256_000_000
 MAX_EVENTS = 400_000
 
 _profilers: list[Any] = []
-"""The profiler that runs, if any: until `end_profile`, or the next `begin_profile`."""
+"""The profiler that runs, if any; `end_profile` or the next `begin_profile` removes it."""
 
 
 def begin_profile(context: Context) -> None:
-    """Start torch's profiler on this rank."""
+    """Start torch's profiler on this rank, after stopping a profiler that still runs."""
     _stop()
     profiler = torch.profiler.profile(activities=accelerator.profiled())
     profiler.start()
@@ -82,9 +89,10 @@ def begin_profile(context: Context) -> None:
 
 
 def end_profile(context: Context, origin_ns: int) -> TracePart | None:
-    """Stop the profiler and return its events; None if none runs.
+    """Stop the profiler, and return its events as compressed JSON; None if no profiler runs.
 
-    Times of events are in microseconds since `origin_ns`.
+    The times of the events are in microseconds since `origin_ns`.  If there are too many bytes,
+    return a problem instead of events.
     """
     if not (profiler := _stop()):
         return None
@@ -105,10 +113,11 @@ def end_profile(context: Context, origin_ns: int) -> TracePart | None:
 def trace_events(
     events: list[dict[str, Any]], rank: int, pid: int, shift: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield the events of a rank as those of a process with the number `rank`.
+    """Yield the events of a rank, changed so that the events of all ranks fit in one trace.
 
-    Streams of GPUs become threads of that process.  `shift` is added to all times.  Names of
-    processes, and events of other processes, are left out.
+    The rank becomes a process whose number is `rank`, and each stream of its GPUs a thread of that
+    process.  `shift` is added to all times.  Names of processes, and events of processes other than
+    `pid`, are left out.
     """
     yield _meta(rank, "process_name", 0, {"name": f"rank {rank}"})
     yield _meta(rank, "process_sort_index", 0, {"sort_index": rank})
@@ -126,7 +135,7 @@ def trace_events(
             continue
         event["pid"] = rank
         event["ts"] = round(event.get("ts", 0.0) + shift, 3)
-        if "id" in event:  # arrows connect events with equal ids: keep ranks apart
+        if "id" in event:  # viewers draw arrows between events with equal ids: keep ranks apart
             event["id"] = f"{rank}.{event['id']}"
         if event["ph"] == "M":
             yield event
@@ -143,12 +152,12 @@ def _meta(rank: int, name: str, tid: int, args: dict[str, Any]) -> dict[str, Any
 
 
 def _tid(device: int, stream: int) -> int:
-    """Return a thread number for a GPU's stream, larger than any thread's on Linux."""
+    """Return a number for a GPU's stream as a thread; no thread on Linux has so large a number."""
     return 10_000_000 + 10_000 * device + stream
 
 
 def _stop() -> Any:
-    """Stop the profiler that runs, and return it; None if there is none."""
+    """Stop and return the profiler that runs; return None if no profiler runs."""
     if not _profilers:
         return None
     profiler = _profilers.pop()

@@ -1,9 +1,10 @@
 """`%%distributed --watch model,optimizer` finds the first compared step after which ranks differ.
 
-Runs in the notebook; ranks compare their parts (`nbdist.tools.watch_op`).  The result shows which
-parts differ, and which facts began to differ before the parts, since a fact may be the cause.
-Ranks that train with data parallelism have their own data and random states, so facts that always
-differed are left out, unless the first comparison finds a difference.
+Runs in the notebook's process; the ranks compare their parts themselves (`nbdist.tools.watch_op`).
+The result shows which parts differ.  It also shows facts, such as random states, that began to
+differ before the parts, since a fact may be the cause.  With data parallelism each rank has its own
+data and random states, so facts that have always differed are left out, unless already the first
+comparison finds a difference.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _KEY = "[']"
 DATA = "the data that forward got"
 
 Stepped = tuple[int, Mapping[int, Any]]
-"""A step, and a value of each rank at this step."""
+"""A step, and by rank the value of a fact at this step."""
 
 
 def _number(text: str) -> int:
@@ -68,7 +69,7 @@ def _add_options(magic: Magic) -> Magic:
 
 @contextmanager
 def _watched(line: MagicCall) -> Iterator[None]:
-    """While a cell runs, watch the values of `--watch`; show the result after the cell."""
+    """Let the ranks watch the values of `--watch` while the cell runs; then show the result."""
     options = line.options
     if options.watch is None:
         if options.every or options.stop_on_difference:
@@ -89,7 +90,7 @@ def _watched(line: MagicCall) -> Iterator[None]:
     every = options.every or DEFAULT_WATCH_STEPS
     refused = line.call("watch.begin", expressions=expressions, every=every, exchange=exchange)
     if any(refused.values()):
-        line.call("watch.end")  # ranks that did not refuse have begun to watch
+        line.call("watch.end")  # ends the watch of ranks that did not refuse
         expression, why = next((e, w) for each in refused.values() for e, w in each.items())
         raise UsageError(
             f"`--watch {expression}`: `{expression}` is of type {why}. Name modules and "
@@ -105,7 +106,7 @@ WATCH = CellOption(_add_options, _watched)
 
 
 def _show(line: MagicCall, expressions: Sequence[str]) -> None:
-    """Fetch the ranks' notes of the cell, and show the first difference or that there is none."""
+    """Fetch the records of the ranks, and show the first difference, or that there is none."""
     display, ran = line.pool.display(), line.pool.last
     try:
         notes = {r: each for r, each in line.call("watch.end").items() if each is not None}
@@ -114,7 +115,7 @@ def _show(line: MagicCall, expressions: Sequence[str]) -> None:
         return
     divergence = Divergence(expressions, notes)
     if divergence.differs:
-        if divergence.is_of_the_end and ran is not None:  # no rank has warned while the cell ran
+        if divergence.is_of_the_end and ran is not None:  # ranks themselves have not warned
             ran.transcript.warn(divergence.head())
             line.display.redraw_ended(ran.transcript, line.pool.log_files())
         _draw(line, divergence).show_on(display)
@@ -123,7 +124,10 @@ def _show(line: MagicCall, expressions: Sequence[str]) -> None:
 
 
 def _draw(line: MagicCall, divergence: Divergence) -> CommandOutput:
-    """Draw the first difference; how far parts are apart is measured now, after the cell."""
+    """Draw a table of the parts that differed, and the facts that may be the cause.
+
+    How far parts are apart is measured now, after the cell; they may have changed since.
+    """
     from nbdist.tools.diff import distances
 
     rows: list[tuple[str, str, str]] = []
@@ -131,10 +135,10 @@ def _draw(line: MagicCall, divergence: Divergence) -> CommandOutput:
         try:
             for reference, (others, paths) in each.to_compare().items():
                 apart = distances(line, each.title, reference, others, paths)
-                # Parts that are equal by now did differ when ranks compared them.
+                # Leave out distances of 0: such parts are equal now, but differed in the cell.
                 each.add_distances({r: {p: d for p, d in by.items() if d.differing}
                            for r, by in apart.items()})  # fmt: skip
-        except NbdistError:  # a rank or a name is gone by now
+        except NbdistError:  # a rank or a variable no longer exists: show no distances
             pass
         rows += [(divergence.name(each.title, p), kind, ranks) for p, kind, ranks in each.rows()]
     titles, more = (
@@ -148,27 +152,31 @@ def _draw(line: MagicCall, divergence: Divergence) -> CommandOutput:
 
 @dataclass
 class Divergence:
-    """The ranks' notes of the watched `expressions`, up to the first difference if there is one."""
+    """The records of all ranks about the watched `expressions`, and what follows from them.
+
+    If a difference was found, the records end there.
+    """
 
     expressions: Sequence[str]
     noted: Mapping[int, Watched]
 
     @property
     def step(self) -> int:
-        """The step after which ranks differ, or the last step that all ranks have made."""
+        """The step after which ranks differ, else the last step that all ranks have made."""
         steps = [each.found for each in self.noted.values() if each.found]
         return min(steps) if steps else min(each.steps for each in self.noted.values())
 
     @property
     def is_of_the_end(self) -> bool:
-        """Whether no comparison while the cell ran has found a difference."""
+        """Whether the ranks found no difference while the cell ran, so that its end is compared."""
         return not any(each.found for each in self.noted.values())
 
     @property
     def differs(self) -> bool:
-        """Whether ranks differ.
+        """Whether ranks differ, in a comparison while the cell ran, or at its end.
 
-        At the end of the cell ranks are compared only if all made the same number of steps, not 0.
+        At the end they are compared only if all ranks have made the same number of steps, not 0:
+        parts after different numbers of steps are different anyway.
         """
         if not self.noted or not self.is_of_the_end:
             return bool(self.noted)
@@ -184,7 +192,7 @@ class Divergence:
         }
 
     def head(self) -> str:
-        """Return a line like `watch: after step 50 rank 2 differs from ranks 0-1,3`."""
+        """Say which ranks differ: `watch: after step 50 rank 2 differs from ranks 0-1,3`."""
         when = "at the end, after" if self.is_of_the_end else "after"
         digests = [self._digests(each) for each in self.expressions]
         alike = {rank: tuple(each[rank] for each in digests) for rank in self.noted}
@@ -202,9 +210,10 @@ class Divergence:
                 yield Comparison(expression, {rank: Looked(of) for rank, of in parts.items()})
 
     def name(self, expression: str, path: str) -> str:
-        """Return the name of a part for people.
+        """Return the name by which people know a part: `optimizer: exp_avg of layer1.weight`.
 
-        A state of an optimizer gets its parameter's name if the parameter's module is watched too.
+        A state of an optimizer is named by its parameter only if the module of the parameter is
+        watched too; otherwise the name has the path of the part.
         """
         state, _, key = path.partition("]")
         names = next(iter(self.noted.values())).names
@@ -213,7 +222,7 @@ class Divergence:
         return f"{expression}: {path}"
 
     def agreement(self) -> str:
-        """Return a line that says how often ranks were equal, and which parts were left out."""
+        """Say how often ranks were compared and equal, and which parts were left out."""
         if not self.noted:
             return "watch: nothing was watched on any rank"
         steps = {rank: each.steps for rank, each in self.noted.items()}
@@ -246,14 +255,17 @@ class Divergence:
         for expression in self.expressions:
             refused = {r: n.refused[expression] for r, n in self.noted.items()
                        if expression in n.refused}  # fmt: skip
-            if refused:  # ranks may have different reasons: the first stands for all
+            if refused:  # if ranks have different reasons, only the first reason is shown
                 why = one_line(next(iter(refused.values())), 90)
                 yield f"`{expression}` on {name_ranks(refused)} was not compared: {why}"
 
     # --- facts that differed before the parts ---------------------------------------------------
 
     def facts_before(self) -> Iterator[str]:
-        """Yield a heading, and a line for each fact that began to differ before the parts did."""
+        """Yield a heading, then a line for each fact that began to differ before the parts did.
+
+        If the first comparison has found the difference, all facts that differ have a line.
+        """
         compared = [step for step, _ in self._facts]
         equal = [step for step in compared if step < self.step]
         lines = [*self._inputs(), *self._generators(), *self._modules(), *self._collectives()]
@@ -271,7 +283,10 @@ class Divergence:
 
     @cached_property
     def _facts(self) -> list[tuple[int, dict[int, Facts]]]:
-        """The facts of each step for which all ranks have some, by rank; the oldest step first."""
+        """By step the facts of all ranks, the oldest step first.
+
+        Steps are left out if a rank has no facts of them.
+        """
         by_step: dict[int, dict[int, Facts]] = {}
         for rank, each in self.noted.items():
             for facts in each.facts:
@@ -279,10 +294,11 @@ class Divergence:
         return [(s, by_step[s]) for s in sorted(by_step) if len(by_step[s]) == len(self.noted)]
 
     def _first_difference(self, values: Iterable[Stepped]) -> Stepped | None:
-        """Return the first value in which ranks differ after a value in which they were equal.
+        """Return the first step at which ranks began to differ in a fact, with the fact's values.
 
-        Return None if there is no such value.  If the first comparison has found that parts differ,
-        ranks count as equal before, so that every fact in which they differ is named.
+        Return None if the ranks have always been equal, or have always differed.  But if already
+        the first comparison has found that parts differ, ranks count as equal before it, so that
+        every fact in which they differ is named.
         """
         was_equal = not any(step < self.step for step, _ in self._facts)
         for step, by_rank in values:
@@ -325,7 +341,7 @@ class Divergence:
             (min(new.values()) - min(old.values())) / (step - before)
             for (before, old), (step, new) in pairwise(counts)
         ]
-        # rates[0] is left out: DDP's first steps begin more collectives.
+        # The first rate is left out, since DDP begins more collectives in its first steps.
         if len(rates) > 2 and rates[-1] < min(rates[1:-1]):
             yield (
                 f"all ranks began fewer collectives: {rates[-1]:.3g} a step in the last "

@@ -1,7 +1,8 @@
-"""The ops of `--watch`: count a rank's steps while a cell runs, and compare ranks at some of them.
+"""The ops of `--watch`: count a rank's steps while a cell runs, and compare ranks after some steps.
 
-Runs in workers; the notebook calls `begin` before the cell and `end` after it.  DDP sends rank 0's
-buffers before a forward, so buffers are compared in the first forward after a compared step.
+Runs in workers; the notebook calls `begin` before the cell and `end` after it.  Parameters and
+optimizer states are compared when a step ends.  Buffers are compared in the next forward, since DDP
+makes them equal only there, by a copy of rank 0's buffers.
 """
 
 from __future__ import annotations
@@ -30,23 +31,30 @@ if TYPE_CHECKING:
     from nbdist.worker.namespace import Context
 
 KEPT_FACTS, KEPT_PARTS = 64, 20_000
-"""Most comparisons whose facts are kept, and parts that are kept: ranks may be steps apart."""
+"""The most comparisons of which a rank keeps the facts, and the most parts that it keeps.
+
+The parts of several comparisons are kept, since a difference is found only when the last rank comes
+to the comparison, and other ranks may be some steps ahead by then.
+"""
 
 MAX_INPUTS = 2_000
-"""Forwards whose inputs are kept; usually all since the comparison before the last."""
+"""The most forwards of which a rank keeps the inputs, usually enough for the last two intervals
+between comparisons."""
 
 _watches: list[RankWatch] = []
-"""The watch that runs, if any: until `end`, or the next `begin`."""
+"""The watch that runs in this process, if any; `end` or the next `begin` removes it."""
 
 
 def begin(
     context: Context, expressions: Sequence[str], every: int, exchange: Sequence[Any]
 ) -> dict[str, str]:
-    """Start a watch that lasts until the next cell has ended.
+    """Start to watch the values of these expressions until the next cell has ended.
 
-    `every` is the number of steps between comparisons; `exchange` has the key of an `Exchange`, the
-    ranks, and whether ranks wait for each other.  Return by expression the types of values that
-    cannot be watched; if any value cannot be watched, no watch starts.
+    `every` is the number of steps between comparisons.  `exchange` has the arguments of an
+    `Exchange`: its key, the ranks, and whether ranks wait for each other.
+
+    Return by expression the types of values that cannot be watched.  If there are any, no watch
+    starts.  An expression that has no value yet is no error, since the cell may give it a value.
     """
     while _watches:
         _watches.pop().close()
@@ -68,7 +76,7 @@ def begin(
 
 
 def end(context: Context) -> Watched | None:
-    """End the watch, and return this rank's notes; None if there is no watch."""
+    """End the watch, and return this rank's record of it; None if there is no watch."""
     if not _watches:
         return None
     watch = _watches.pop()
@@ -109,7 +117,7 @@ class RankWatch:
         self._guarded(self._prepare)
 
     def close(self) -> None:
-        """Remove all hooks, and keep the notes."""
+        """Remove all hooks; `result` stays available."""
         self._seen.close()
         while self._hooks:
             self._hooks.pop().remove()
@@ -122,7 +130,11 @@ class RankWatch:
         self._exchange.end()
 
     def result(self) -> Watched:
-        """Return the notes of this rank, with the present parts if no difference was found."""
+        """Return this rank's record of the watch.
+
+        If no difference was found, the record has the parts as they are now, so that the notebook
+        can compare the ranks at the end of the cell.
+        """
         if not self._problem:
             self._guarded(self._compare_at_end)
         found_step = int(self._differing.split()[0]) if self._differing else 0
@@ -149,13 +161,15 @@ class RankWatch:
     # --- steps --------------------------------------------------------------------------------
 
     def _begin_step(self, optimizer: Any, *_: object) -> None:
-        # If this optimizer is in the list, its last step has raised an error: drop that step.
+        # `_within` has the optimizers whose steps run now.  If this optimizer is already in it, its
+        # last step has raised an error: drop that step, and the steps inside of it.
         self._within[:] = [*takewhile(lambda each: each is not optimizer, self._within), optimizer]
 
     def _end_step(self, optimizer: Any, *_: object) -> None:
-        """Count a step of the first optimizer that has made a step with a watched parameter.
+        """Count the step if the optimizer is the one whose steps are counted.
 
-        A step inside of another optimizer's step does not count, as in ZeroRedundancyOptimizer.
+        That is the first optimizer with a watched parameter that has made a step.  A step inside of
+        another optimizer's step does not count, as in ZeroRedundancyOptimizer.
         """
         self._within[:] = takewhile(lambda each: each is not optimizer, self._within)
         if self._within:
@@ -168,7 +182,7 @@ class RankWatch:
             self._count_step()
 
     def _count_manual_step(self) -> None:
-        """Count a step of `nbdist.watch()`, unless steps of an optimizer are counted."""
+        """Count a call of `nbdist.watch()` as a step, unless steps of an optimizer are counted."""
         if self._clock is None:
             self._clock = tracking.watch
         if self._clock is tracking.watch:
@@ -188,9 +202,10 @@ class RankWatch:
         return bool(self._differing or self._problem)
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """Call `action`, and end the watch, but not the training, if the call raises an error.
+        """Call `action`; if it raises an error, record the problem, which ends the comparisons.
 
-        RanksDiffer is raised, and so is ConnectionResetError after a release: both end the cell.
+        An error must not end the training.  Only two errors are raised, and end the cell:
+        RanksDiffer, and ConnectionResetError, by which a rank is released that waits for others.
         """
         try:
             action()
@@ -216,7 +231,10 @@ class RankWatch:
         self._times += 1
 
     def _describe(self) -> DigestsByPath:
-        """Describe all targets; if a target cannot be described, drop it and note the reason."""
+        """Describe the values of all targets.
+
+        If a target cannot be described, record the reason, and watch it no longer.
+        """
         parts: DigestsByPath = {}
         self._sharded = 0
         for expression, target in [*self._targets.items()]:
@@ -230,9 +248,10 @@ class RankWatch:
         return parts
 
     def compare_due_buffers(self) -> None:
-        """Compare buffers if a step was compared since the last call.
+        """Compare the buffers if a step was compared since the last call.
 
-        A forward's hook calls this method, after DDP, if any, has sent rank 0's buffers.
+        The hook of a forward calls this method when DDP, if the module is in a DDP module, has
+        copied the buffers of rank 0 to all ranks.
         """
         if self._buffers_are_due and not self._is_over:
             self._buffers_are_due = False
@@ -253,7 +272,7 @@ class RankWatch:
     # --- the watched values -------------------------------------------------------------------
 
     def _resolve(self) -> None:
-        """Evaluate the expressions again, and add hooks to new modules."""
+        """Evaluate the watched expressions again, and add hooks if a value is a new module."""
         for expression in self._expressions:
             try:
                 value = eval(expression, self._names)
@@ -271,7 +290,7 @@ class RankWatch:
                 self._seen.hook(self._targets[expression], self._names, self.compare_due_buffers)
 
     def _prepare(self) -> None:
-        """If the next step will be compared, note from now on which modules run; if not, stop."""
+        """Record which modules run in the next step if that step will be compared, else do not."""
         is_next = self.step == 0 or (self.step + 1) % self._every == 0
         self._seen.note_modules(on=is_next and not self._is_over)
 
@@ -280,7 +299,7 @@ class RankWatch:
 
 
 class Seen:
-    """Notes the inputs of watched modules' forwards, and which modules run.
+    """Records the inputs of the forwards of watched modules, and which modules run.
 
     `step` is the number of steps that have ended.
     """
@@ -292,12 +311,12 @@ class Seen:
         self._inputs: deque[tuple[int, Any, str]] = deque(maxlen=min(MAX_INPUTS, 2 * every + 64))
         self._names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
         self.ran: set[str] = set()
-        """The names of modules that have run since `note_modules` was last turned on."""
+        """The names of the modules that have run since `note_modules(on=True)` was last called."""
         self._wrapped: set[int] = set()
         self._within = 0  # the number of DDP modules whose forward runs now
 
     def close(self) -> None:
-        """Remove all hooks, and keep the notes."""
+        """Remove all hooks; the records stay available."""
         self.note_modules(on=False)
         while self._hooks:
             self._hooks.pop().remove()
@@ -305,10 +324,11 @@ class Seen:
     def hook(
         self, target: WatchedValue, names: Mapping[str, Any], begins: Callable[[], None]
     ) -> None:
-        """Add hooks to a module, if it allows any; `begins` is called when its forward begins.
+        """Add hooks to the module of a target; one of them calls `begins` when a forward begins.
 
-        If a variable of the user in `names` is a DDP module around this module, `begins` is only
-        called within a forward of the DDP module.
+        If a variable in `names` is a DDP module around this module, `begins` is only called in a
+        forward of the DDP module.  Modules of TorchScript, and modules whose hooks would be
+        compiled, get no hooks.
         """
         if not target.is_module:
             return
@@ -324,7 +344,8 @@ class Seen:
                 return
             if module.training and torch.is_grad_enabled():
                 self._inputs.append((self.step + 1, *sample_digest((args, kwargs))))
-            # The user may call the inner module directly, when DDP has not sent buffers.
+            # The user may call the inner module directly.  Then DDP has not copied the buffers of
+            # rank 0, so they may differ between ranks, and must not be compared.
             if self._within or id(inner) not in self._wrapped:
                 begins()
 
@@ -342,13 +363,13 @@ class Seen:
         self._within -= 1
 
     def inputs_until(self, last: int) -> tuple[Input, ...]:
-        """Return the inputs of forwards until this step, the oldest first."""
+        """Return the recorded inputs of all forwards up to step `last`, the oldest first."""
         return tuple(
             Input(s, int(digest), shapes) for s, digest, shapes in self._inputs if s <= last
         )
 
     def note_modules(self, *, on: bool) -> None:
-        """Start or stop noting which modules run; modules in compiled code are not noted."""
+        """Start or stop recording which modules run; modules in compiled code are left out."""
         while self._module_hooks:
             self._module_hooks.pop().remove()
         if on:
