@@ -161,7 +161,7 @@ def _css(style: Style) -> str:
         front, back = back, front or (128, 128, 128)
     if front and back:
         low, high = sorted((_luminance(front), _luminance(back)))
-        if (high + 0.05) / (low + 0.05) < _FAINT:  # the contrast by WCAG, 1 for equal colours
+        if (high + 0.05) / (low + 0.05) < _FAINT:  # the contrast ratio of WCAG
             front = (0, 0, 0) if _luminance(back) > _MIDDLE else (255, 255, 255)
         rules += [f"color:{_hex(front)}", f"background-color:{_hex(back)}"]
     elif front:

@@ -18,7 +18,7 @@ class BarRows:
 
     def __init__(self) -> None:
         self.by_row: dict[int, Bar] = {}  # without a row that is being written now
-        # By row: the length of a bar that tqdm has cut directly after a space.
+        # By row: the length of a bar that tqdm has cut after a space, which the stored row lacks.
         self.cut_widths: dict[int, int] = {}
         self.forgotten = 0  # how many bars `drop_above` has removed from `by_row`
         self.has_been_drawn = False  # stays True after a program has erased its bars
@@ -28,7 +28,8 @@ class BarRows:
         # By row: the name and total of the first bar drawn in the row, the progress with which that
         # bar began, and the row from which a line of text has moved the bar, or -1.
         self._first_drawn: dict[int, tuple[tuple[str, str], float, int]] = {}
-        self._erased_rows = set[int]()  # rows of `by_row` whose bars count as erased: `drop_lowest`
+        # Rows of `by_row` whose bars a program has erased, but in other rows: see `drop_lowest`.
+        self._erased_rows = set[int]()
 
     def list_bars(
         self, at_cursor: tuple[int, Bar] | None, is_ended: Callable[[int], bool]
@@ -81,14 +82,15 @@ class BarRows:
     def pop_row(self, row: int) -> int:
         """Forget the bar of a row that a program begins to write.
 
-        Return the number of characters of a bar that tqdm has cut directly after a space, else 0.
+        If tqdm has cut the bar directly after a space, return the length of the bar with that
+        space, which the stored row lacks; else return 0.
         """
         self.by_row.pop(row, None)
         self._erased_rows.discard(row)
         return self.cut_widths.pop(row, 0)
 
     def set_removed(self, bars: Iterable[Bar], row: int) -> None:
-        """Keep these bars of other screens as if text had replaced all of them in row `row`."""
+        """Keep bars of other screens, as if text had replaced each of these bars in row `row`."""
         self._removed = {number: (row, bar, 0) for number, bar in enumerate(bars)}
         self.has_been_drawn = bool(self._removed)
 

@@ -30,7 +30,7 @@ _LOOK_BACK = 24
 """The number of rows below a bar from which on the rank counts as having left the bar."""
 
 _MAX_BARS_AROUND = 3
-_LONGEST_NAME = 32  # so that the percentage fits on a page of 700 pixels
+_LONGEST_NAME = 32  # characters; beside a longer name the percentage may not fit on a narrow page
 # A rank is behind if its distance from the leading rank is at least the first share of the bar, and
 # more than the second share of the leading rank's progress.
 _BEHIND, _BEHIND_SHARE = 0.02, 0.05

@@ -75,7 +75,7 @@ class Series:
         return self.columns[0][at] if at < len(self) else point.step + point.finite + point.odd
 
     def merge_points(self, begin: float, end: float) -> CurvePoint:
-        """Merge the first point from step `begin` on, and all others before step `end`, to one.
+        """Merge the first point at or after step `begin`, and all others before step `end`.
 
         A worker that sends its numbers late merges more steps into a point than other workers do.
         Numbers of ranks can be compared only if they are merged over the same steps.
@@ -124,9 +124,10 @@ class Series:
 
 
 class Odd(NamedTuple):
-    """The count of the odd numbers in a rank's run, which are NaN or infinite, and the first step.
+    """The odd numbers in a rank's run: those that are NaN or infinite.
 
-    `goes_on` is True as long as no finite number has come after the first odd number.
+    `step` is the step of the first odd number, and `numbers` the count of all.  `goes_on` is True
+    as long as no finite number has come after the first odd number.
     """
 
     step: float
@@ -211,7 +212,7 @@ class Curves:
         self.by_name: dict[str, Curve] = {}
         self.more: dict[str, None] = {}
         self.version = 0
-        self._first_steps: dict[str, tuple[str, int]] = {}  # by name: a task's id, its first step
+        self._first_steps: dict[str, tuple[str, int]] = {}  # by name: the last task, its first step
         self._step_counts: dict[str, int] = {}  # by name: the number of steps counted in all tasks
         self.drawn = 0.0, -1, "", ""  # cache: time of the next drawing, version, HTML, text
 

@@ -55,7 +55,7 @@ def plain_of(data: MimeBundle) -> str:
     such as Markdown.  If there is no such source, return text/plain, or the mime types if empty.
     """
     text = text_of(data.get("text/plain", ""))
-    if text and not _NAME_OF_A_CLASS.fullmatch(text):  # unlike for `display(Markdown("**done**"))`
+    if text and not _NAME_OF_A_CLASS.fullmatch(text):  # a name, as for `display(Markdown(x))`
         return text
     if source := next(readable_in(data), None):
         return text_of(data[source.kind])
@@ -191,7 +191,7 @@ class Incomplete(NamedTuple):
 class Done:
     """The rank has finished the task after `seconds`; only late output can follow.
 
-    `failure`, `error_number` and `unfit` are for the agent, all other fields for the notebook.
+    The agent reads `failure`, `error_number` and `unfit`; the notebook does not.
     """
 
     status: Literal["ok", "error", "aborted"]
@@ -203,7 +203,7 @@ class Done:
     # A `Payload` of the values that the notebook asked for, or of the contents of the exception.
     values: object = None
     failure: Failure | None = None  # the error that ended the task
-    error_number: int = 0  # of the message with the error's traceback, 0 if none was sent
+    error_number: int = 0  # the number of the message with the traceback, 0 if none was sent
     changed: tuple[str, ...] = ()  # files of imported modules, edited since their import
     gone: frozenset[str] = frozenset()  # the names that the task has deleted
     received: bool = True  # False if the task ended before the names sent with it were bound
@@ -336,7 +336,8 @@ OF_POINT = 6
 MAX_STEP = 2e18
 """The largest step that `track` accepts.
 
-It is above the time in nanoseconds since 1970, and the difference of two steps fits in 64 bits.
+A time in nanoseconds since 1970 is smaller, so it can be a step.  The difference of two steps fits
+in 64 bits.
 """
 
 MIN_STEP_WIDTH = 1e-9

@@ -81,7 +81,7 @@ _TALL = "display:flex;flex-direction:column-reverse;max-height:546px;overflow:au
 
 
 def panel_html(shown: Panel) -> str:
-    """Write a panel as HTML."""
+    """Write all parts of a panel as HTML, those of failed ranks first."""
     failed, others = shown.failed_and_others
     parts = [_head(shown), line(dim(shown.waits)), line(dim(shown.spread))]
     parts += [_block(block, shown) for block in failed]
@@ -234,7 +234,7 @@ _FIGURE = "flex:1 1 {}%;max-width:620px;min-width:240px;box-sizing:border-box"
 _OTHER = "flex:0 1 {:.1f}em;min-width:0;box-sizing:border-box"
 _COLUMN_STEP = 4  # characters
 _GAP = 1.2  # em between columns, with some room for rounding
-_EM = 0.62  # for a character, which is 0.6 em wide in most fonts; JupyterLab allows no `ch`
+_EM = 0.62  # em for a character, which most fonts make 0.6 em wide; JupyterLab allows no `ch`
 
 
 def side_by_side_runs(blocks: Iterable[PanelBlock]) -> Iterator[list[PanelBlock]]:

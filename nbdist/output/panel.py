@@ -127,7 +127,7 @@ class Panel(NamedTuple):
     more_squares: int = 0
     now: str = ""  # which resources the ranks use, and which rank is behind
     waits: str = ""  # which ranks wait, and where
-    foot: str = ""  # a hint for people who see a panel that is not drawn again
+    foot: str = ""  # when the panel was drawn, for people who see an old panel
     note: str = ""
     is_live: bool = False
     warnings: tuple[str, ...] = ()  # shown below the head

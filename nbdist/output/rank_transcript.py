@@ -269,7 +269,7 @@ class RankTranscript:
             case events.Failure():
                 self.failure, self.state = output, "failed"
             case events.InputRequest():
-                self.input_request = output  # `Typed` writes its prompt, with the typed line
+                self.input_request = output  # kept, since `Typed` writes its prompt
             case events.Typed(text=text):
                 prompt = self.input_request.prompt if self.input_request is not None else ""
                 self._screen().write("stdout", f"{prompt}{text}\n")
@@ -356,7 +356,8 @@ class RankTranscript:
         self._room -= self._cost(display)
         if self._room >= 0:
             return
-        self._room = self._most_shown  # count again: replaced contents of displays count too
+        # Count again, only what is kept: the room still lacks contents that updates have replaced.
+        self._room = self._most_shown
         kept: list[OutputPiece] = []
         note_place = dropped = 0
         for piece in reversed(self.pieces):

@@ -54,7 +54,7 @@ _STDERR_FLAG, _EDITED_FLAG, _DRAWN_FLAG, _ENDED_FLAG = 1, 2, 4, 8
 
 
 class ScreenLine(NamedTuple):
-    """A line with all colour codes that show it alone; `stderr` is True if stderr wrote to it."""
+    """A line, with the colour codes to show it alone; `stderr` is True if stderr wrote to it."""
 
     text: str
     stderr: bool
@@ -136,7 +136,7 @@ class Screen:
         self._rows = [""]
         self._flags = bytearray(1)
         self._first = 0  # the number of the row _rows[0]; earlier rows were dropped
-        self._characters = 0  # about how many are in all rows except `_open`
+        self._characters = 0  # the number of characters in all rows except `_open`, roughly
         self._row = 0  # the index of the cursor's row in _rows
         self._column = 0
         self._open: _OpenRow | None = None  # replaces _rows[_row] while a program writes the row
@@ -408,7 +408,7 @@ class Screen:
         self._write_tokens(last, flag)
 
     def _coloured(self, line: str) -> str:
-        """Return a line that begins and ends without colour: add the current style, and a reset."""
+        """Return a line with all codes that it needs: the current style, and a reset at its end."""
         before = self._style
         if "\x1b" in line:
             self._style = reduce(restyle, SGR.findall(line), before)

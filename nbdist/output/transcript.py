@@ -39,9 +39,9 @@ from nbdist.output.wording import error_text, fold_ranks
 from nbdist.words import name_ranks
 
 SHOWN_OF_ALL, SHOWN_AT_LEAST = 256 << 20, 4 << 20
-"""The most characters of displays that are kept of all ranks together.
+"""The most characters of displays that are kept: of all ranks together, and of each rank at least.
 
-Each rank may keep at least the second number, also if many ranks then exceed the first.
+With very many ranks, the second number for each rank is in sum more than the first.
 """
 
 MAX_WARNINGS = 4
@@ -380,7 +380,7 @@ _MAX_DIFFERING_NUMBERS, _LAST_COMPARED = 4, 200
 def _merge_but_numbers(
     members: Sequence[list[RankTranscript]], max_lines: int
 ) -> list[list[RankTranscript]]:
-    """Merge groups whose lines differ only in numbers, unless the merged lines are unreadable.
+    """Merge groups whose lines differ only in numbers, if the merged lines can still be read.
 
     A merged line shows a set such as `{0.68, 0.67}` instead of a number (`_differs_much`).
     """
@@ -453,7 +453,7 @@ MAX_LINES_AHEAD = 3  # the most lines that a rank of a live group may be ahead o
 def _merge_those_ahead(
     members: Sequence[list[RankTranscript]], max_lines: int, *, is_exact: bool
 ) -> list[list[RankTranscript]]:
-    """Merge each group with a group that only has printed a few lines more.
+    """Merge each group with a group that has the same output and a few more lines.
 
     If there are many groups, merge none.
     """
@@ -638,7 +638,8 @@ def error_content(error: RankError | None) -> object:
 def _alike_keys(error: RankError | None, keys: Collection[str]) -> frozenset[str]:
     """Return texts by which errors are compared: two errors are alike if they share a text.
 
-    Deaths of processes are alike only if the agent killed the processes for the same reason too.
+    The deaths of two processes are alike only if their exit codes are equal, and the reasons for
+    which the agent has killed them, if it has.
     """
     why = error.why if isinstance(error, Died) else ""
     return frozenset(f"{key} {why}" for key in keys)
@@ -813,5 +814,5 @@ def _short(output: RankTranscript) -> tuple[TextsByLine, NumbersByLine] | None:
 
 def _parts(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     parts = _COUNTED_NUMBER.split(text)
-    # Digits in names of devices and files, and in addresses, may differ between ranks.
+    # Replace digits in names of devices and files, and in addresses: ranks may have other digits.
     return tuple(_DIGITS.sub("0", part) for part in parts[::2]), tuple(parts[1::2])

@@ -253,8 +253,8 @@ class Statements:
     def importing(self, name: str, value: Any) -> list[str]:
         """Return the imports that bind a variable to its present value.
 
-        The imports in the cells are tried first, then an import from the module that the value
-        names as its own.  Return [] if none of these imports gives the value.
+        The imports in the cells are tried first, then an import from the module in the value's
+        `__module__`.  Return [] if none of these imports gives the value.
         """
         guess = ""
         if isinstance(value, types.ModuleType):

@@ -117,7 +117,7 @@ class Comparison:
         return _group_ranks({rank: self.looked[rank].parts.get(path) for rank in self.have})
 
     def to_compare(self) -> dict[int, tuple[list[int], list[str]]]:
-        """Return the parts whose distances must be measured: by reference rank, ranks and paths.
+        """Choose the parts to measure: return by reference rank the other ranks, and the paths.
 
         The reference of a path is the first rank of the largest group with equal parts.  Parts of
         other types or shapes are left out, and so are parts beyond `MAX_COMPARED_BYTES` in all.

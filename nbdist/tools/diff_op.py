@@ -181,7 +181,7 @@ def distance(tensor: torch.Tensor, reference: torch.Tensor) -> Distance:
         b = other[start : start + COMPARED_AT_ONCE].to(a.device)
         if torch.equal(a, b):
             continue
-        if a.dtype.is_floating_point and a.element_size() < 4:  # of some of them torch lacks `!=`
+        if a.dtype.is_floating_point and a.element_size() < 4:  # torch lacks `!=` for some
             a, b = a.float(), b.float()
         differs = (a != b) & ~((a != a) & (b != b))
         wide = torch.complex128 if a.is_complex() else torch.float64

@@ -62,7 +62,7 @@ For so small a tensor that is faster than a view of a spare tensor.
 """
 
 MAX_SAMPLED = 1024
-"""The number of elements, about, that a digest reads of a large argument of a forward."""
+"""About how many elements the digest of a forward's arguments reads of a large tensor."""
 
 SpareTensors = dict[tuple[torch.device, torch.dtype], torch.Tensor]
 """Tensors for copies of pieces, by device and dtype; digests of several tensors reuse them."""
@@ -298,7 +298,10 @@ def sample_digest(args: Any) -> tuple[torch.Tensor | int, str]:
 # --- how ranks compare their digests ------------------------------------------------------------
 
 MAX_COMPARISONS = 100_000
-"""The most comparisons in a cell: each adds some 300 bytes to the file of a local world's store."""
+"""The most comparisons in a cell.
+
+On a single machine the store of the ranks is a file, to which each comparison adds some 300 bytes.
+"""
 
 MEET_TIMEOUT, MEET_POLL_INTERVAL = 600.0, 0.5
 """For `--stop-on-difference`: the seconds that a rank waits for other ranks in a comparison.

@@ -221,7 +221,7 @@ class _Origin:
 
     text: str = ""  # code that binds the variable, if it is not in the file of values
     needs: frozenset[str] = frozenset()  # names that the script must bind before
-    problem: str = ""  # what the script lacks
+    problem: str = ""  # a line on what the script cannot carry over
     is_saved: bool = False  # True if the variable is in the file of values
     # True for an import, a function, a class, or a value that only a cell's statement can make.
     is_definition: bool = False
@@ -379,7 +379,7 @@ class Composer:
         return _Origin(text, needs, problem, is_definition=True, after=tuple(texts))
 
     def _definitions(self, available: set[str]) -> str:
-        """Return the section of the script with imports and definitions, which reads values too."""
+        """Return the section with imports and definitions, which also loads the file of values."""
         for name in sorted(name for name, each in self._origins.items() if each.is_definition):
             self._define(name)
         for _, origin in sorted(self._origins.items()):

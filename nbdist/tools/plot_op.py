@@ -35,9 +35,9 @@ def begin(context: Context, names: Sequence[str]) -> None:
 
 
 def end(context: Context) -> tuple[str, ...]:
-    """Stop tracking; return the names of all numbers that were tracked, and of others in the logs.
+    """Stop tracking, and return the names of the numbers in the logs.
 
-    Names of at most about `MAX_SEEN` numbers that were not tracked are returned.
+    All names that were tracked are returned, but at most `MAX_SEEN` names that were not.
     """
     return _stop()
 

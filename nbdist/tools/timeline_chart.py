@@ -144,12 +144,15 @@ def _text_rows(timeline: Timeline, rows: Sequence[TimelineRow]) -> Iterator[str]
 PICTURE_WIDTH, ROW_HEIGHT = 720, 24  # pixels of a page; in a narrow page pictures are narrower
 
 BAR, STRIP_TOP, STRIP = 80, 84, 16
-"""Heights in a picture of height 100: the bar of shares, and below it the strip of waits caused."""
+"""The height of the bar, and the top and height of the strip below; a row is 100 high."""
 
 COMMUNICATING, WAITING, UNRECORDED = GREY, AMBER, "rgba(134,142,150,0.25)"
 
 LEAST_CAUSED, CAUSED_SHADES = 0.05, 4
-"""The least share of caused waits that the strip shows, and its number of shades of red."""
+"""In which share of a slice others must wait, at least, until the strip below it is red.
+
+The strip has `CAUSED_SHADES` shades of red.
+"""
 
 _ROW_NAME = "padding:0 8px 0 0;border:none;text-align:left;white-space:nowrap;vertical-align:top"
 _ROW_PICTURE = "padding:0;border:none;text-align:left;width:100%"
@@ -225,7 +228,7 @@ def row_picture(slices: Sequence[TimeSlice | None]) -> str:
 
 
 def _runs(slices: Iterable[TimeSlice | None]) -> Iterator[tuple[int, list[TimeSlice]]]:
-    """Divide slices into runs that are all recorded or all not; yield first number and slices."""
+    """Divide slices into runs that are all recorded or all not; yield first number and run."""
     numbered = ((number, part) for number, part in enumerate(slices) if part is not None)
     # `number - at` changes after a gap, in which the rank did not run: the gap begins a new run.
     keyed = ((number - at, number, part) for at, (number, part) in enumerate(numbered))

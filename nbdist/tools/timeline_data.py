@@ -47,10 +47,10 @@ class TimelineRow:
 
     rank: int
     begin: float
-    seconds: float  # how long the cell took
-    in_collectives: float  # how much of that the rank spent in collectives
+    seconds: float  # how long the cell took on this rank
+    in_collectives: float  # how many of these seconds the rank spent in collectives
     spans: tuple[TimeSpan, ...]  # when the rank was in collectives
-    waits: tuple[RankWait, ...]  # the parts of `spans` before the last rank came
+    waits: tuple[RankWait, ...]  # the parts of `spans` before the last rank began
     recorded_from: float  # before this moment spans may be missing
     came_last: int = 0  # how many collectives the rank began late, after all other ranks
     awaited: float = 0.0  # how long another rank waited for this rank, on average
@@ -241,9 +241,9 @@ class TimeSlice(NamedTuple):
 
 
 def slices_of(timeline: Timeline, slice_count: int) -> dict[int, list[TimeSlice | None]]:
-    """Divide the time of the cell into slices of equal length, and return by rank what it did.
+    """Divide the time of the cell into slices of equal length; return by rank how it spent them.
 
-    A slice is None if the rank did not run the cell then.
+    A slice is None if the rank did not run the cell in that time.
     """
     step = timeline.seconds / slice_count or 1.0
     others = max(1, len(timeline.rows) - 1)

@@ -115,7 +115,7 @@ def _show(line: MagicCall, expressions: Sequence[str]) -> None:
         return
     divergence = Divergence(expressions, notes)
     if divergence.differs:
-        if divergence.is_of_the_end and ran is not None:  # ranks themselves have not warned
+        if divergence.is_of_the_end and ran is not None:  # no rank has warned yet
             ran.transcript.warn(divergence.head())
             line.display.redraw_ended(ran.transcript, line.pool.log_files())
         _draw(line, divergence).show_on(display)
@@ -154,7 +154,7 @@ def _draw(line: MagicCall, divergence: Divergence) -> CommandOutput:
 class Divergence:
     """The records of all ranks about the watched `expressions`, and what follows from them.
 
-    If a difference was found, the records end there.
+    If a difference was found, the facts and inputs in the records end there.
     """
 
     expressions: Sequence[str]
@@ -237,7 +237,7 @@ class Divergence:
             phrases = [f"watch: {', '.join(self.expressions)}: not compared"]
         else:
             alike = f"the same on {name_ranks(self.noted)}" if len(self.noted) > 1 else "one rank"
-            much = f"{count(parts, 'part')} " if parts else ""  # no part is kept after a problem
+            much = f"{count(parts, 'part')} " if parts else ""  # none are known after a problem
             phrases = [
                 f"watch: {', '.join(self.expressions)}: {much}{alike}, compared after {times} of "
                 f"{count(min(steps.values()), 'step')}"
