@@ -210,8 +210,9 @@ class WorldBusy(UsageError):
         verb = "is" if len(ranks) == 1 else "are"
         super().__init__(
             f"{name_ranks(ranks)} {verb} still running an earlier cell or call ({seconds:.1f} s)."
-            " Wait for it: a world runs one cell or call at a time. `%dist_interrupt`, or"
-            " `world.interrupt()` in Python, stops it."
+            " Wait for it: a rank runs one cell or call at a time, and the process group is only"
+            " formed anew while no rank runs any. `%dist_interrupt`, or `world.interrupt()` in"
+            " Python, stops it."
         )
 
 

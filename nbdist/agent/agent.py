@@ -80,7 +80,7 @@ class Agent:
         self._forming = GroupFormation({0: self}, on_one_machine=True)
         self._usage = UsageWatch(self._send)
         self._stopping = Interrupter(
-            lambda: self._workers.abort(self._workers.all),
+            self._workers.abort_except_other_tasks,
             lambda places: self._send(messages.Aborted(places)),
         )
         self._step_stops = StepStops(
@@ -193,7 +193,7 @@ class Agent:
         return None
 
     def _run(self, run: messages.RunTask) -> None:
-        self._outbox.mark_running(run.ranks)
+        self._outbox.mark_running(run.id, run.ranks)
         if not self._usage.is_on:
             self._serving.spawn(self._usage.watch(self._busy))
         for rank in run.ranks:

@@ -115,7 +115,7 @@ class _Stopped:
 
     def __init__(self, rank: Worker, task_id: str) -> None:
         self.rank = rank
-        self._task_id = task_id
+        self.task_id = task_id
         self._again = self.is_spared = self._is_reminded = False
         self._drops = 0  # dropped KeyboardInterrupts after which the rank was reminded
         self._aborts = 0
@@ -135,7 +135,7 @@ class _Stopped:
     @property
     def is_over(self) -> bool:
         """Whether the rank no longer runs the task, or has exited."""
-        return self.rank.state != "busy" or self.rank.task_id != self._task_id
+        return self.rank.state != "busy" or self.rank.task_id != self.task_id
 
     @property
     def waiting_place(self) -> RankPosition | None:
@@ -194,17 +194,17 @@ class _Stopped:
 class Interrupter:
     """Interrupts ranks, and watches each rank until the rank has left its task or has exited.
 
-    `abort_all` aborts the collectives of all ranks, and returns whether all ranks have answered.
-    `report` is called before each abort, with the places of the ranks that are known to wait in a
-    collective.
+    `abort` aborts the collectives of all ranks except those that run other tasks than the given
+    ones, and returns whether all ranks have answered.  `report` is called before each abort, with
+    the places of the ranks that are known to wait in a collective.
     """
 
     def __init__(
         self,
-        abort_all: Callable[[], Awaitable[bool]],
+        abort: Callable[[Collection[str]], Awaitable[bool]],
         report: Callable[[Mapping[int, RankPosition]], None],
     ) -> None:
-        self._abort_all = abort_all
+        self._abort = abort
         self._report = report
         # By worker, because a worker may get another rank when the world is scaled.
         self._stopped: dict[Worker, _Stopped] = {}
@@ -271,7 +271,7 @@ class Interrupter:
             del self._stopped[rank]
 
     async def _abort_repeatedly(self) -> None:
-        """Abort all collectives, repeatedly, while an interrupted rank waits or may be waiting."""
+        """Abort collectives, repeatedly, while an interrupted rank waits or may be waiting."""
         try:
             while self._stopped:
                 await asyncio.sleep(LOCATE_EVERY)
@@ -280,7 +280,7 @@ class Interrupter:
                 if not (waits or any(stopped.may_be_waiting for stopped in places)):
                     continue
                 self._report({stopped.rank.rank: place for stopped, place in waits.items()})
-                if await self._abort_all():
+                if await self._abort({stopped.task_id for stopped in self._stopped.values()}):
                     for stopped in waits:
                         stopped.count_abort()
                 await asyncio.sleep(ABORT_EVERY)

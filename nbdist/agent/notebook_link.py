@@ -273,7 +273,7 @@ class NotebookLink:
 
     def describe(self) -> WorldInfo:
         """Return a description of the world from the record, without asking the workers."""
-        record, spec, run = self._record, self._record.world.spec, self._record.world.run
+        record, spec, run = self._record, self._record.world.spec, self._record.running_task
         return WorldInfo(
             version=__version__,
             host=socket.gethostname(),
@@ -281,7 +281,7 @@ class NotebookLink:
             name=spec.name if spec else "",
             workers=len(record.world.pids),
             state=record.state,
-            cell=task_from(run.task).title[:FIRST_LINE] if run and record.running_ranks else "",
+            cell=task_from(run.task).title[:FIRST_LINE] if run else "",
             began=record.began,
             notebook=self.notebook_pid if self._is_notebook_alive() else 0,
             since=self._owner_since,
@@ -317,7 +317,7 @@ class NotebookLink:
         self._send_hello()
         batches = self._record.replay_batches()
         attached, decided = self._record.attached(self._owner_since), self._supervision.decided
-        for message in (attached, *(decided if attached.run else ()), *batches):
+        for message in (attached, *decided, *batches):
             self._stream.send(pack(message))
         self._replayed_in_flight += len(batches)
         self._owner_since = time.time()

@@ -197,7 +197,7 @@ class Outbox:
     def __init__(self, send: Callable[[Outputs], None]) -> None:
         self._send = send
         self._backlog = Backlog()
-        self._running_ranks: set[int] = set()
+        self._running: dict[int, str] = {}  # by rank: its task
         self._in_flight = 0
         self._must_trim = False
         self._timer: asyncio.TimerHandle | None = None
@@ -205,9 +205,9 @@ class Outbox:
     def __repr__(self) -> str:
         return f"<Outbox {len(self._backlog)} items, {self._in_flight} batches under way>"
 
-    def mark_running(self, ranks: Iterable[int]) -> None:
+    def mark_running(self, task_id: str, ranks: Iterable[int]) -> None:
         """Record that `ranks` run a task; the `Done` of the last of them is sent immediately."""
-        self._running_ranks.update(ranks)
+        self._running.update(dict.fromkeys(ranks, task_id))
 
     def clear(self) -> None:
         """Drop all pending output.
@@ -216,18 +216,18 @@ class Outbox:
         rank numbers.
         """
         self._backlog = Backlog()
-        self._running_ranks.clear()
+        self._running.clear()
 
     def add(self, rank: int, cell_id: str, output: Output) -> None:
         """Queue an output.
 
-        Failures, deaths, input requests and the last `Done` of the running ranks are sent at once,
-        other outputs within `BATCH_SECONDS`, unless too many batches are unacknowledged.
+        Failures, deaths, input requests and the last `Done` of a task are sent at once, other
+        outputs within `BATCH_SECONDS`, unless too many batches are unacknowledged.
         """
         if isinstance(output, Done | Died):
-            self._running_ranks.discard(rank)
+            self._running.pop(rank, None)
         self._backlog.add(rank, cell_id, output)
-        is_last_done = isinstance(output, Done) and not self._running_ranks
+        is_last_done = isinstance(output, Done) and cell_id not in self._running.values()
         is_urgent = is_last_done or isinstance(output, Died | Failure | InputRequest | ItemsWanted)
         self._schedule_flush(0.0 if is_urgent else BATCH_SECONDS)
 

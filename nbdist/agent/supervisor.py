@@ -64,7 +64,7 @@ class Supervisor:
     def __init__(self, ranks: Collection[int], rules: Rules, now: float) -> None:
         self.unfinished = {*ranks}
         self.failed: set[int] = set()  # ranks that have failed or died
-        self.places: Mapping[int, RankPosition] = {}  # of all ranks, as last located
+        self.places: Mapping[int, RankPosition] = {}  # as `record_places` got them last
         self._rules = rules
         self._started = now
         self._has_death = self._has_handled_death = False
@@ -79,6 +79,11 @@ class Supervisor:
 
     def __repr__(self) -> str:
         return f"<Supervisor of {sorted(self.unfinished)}, failed {sorted(self.failed)}>"
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the ranks are being interrupted."""
+        return self._is_stopping
 
     @property
     def holds_stop(self) -> bool:
@@ -139,7 +144,7 @@ class Supervisor:
         self._detector.poll_fast(now)
 
     def record_places(self, places: Mapping[int, RankPosition], now: float) -> None:
-        """Record the places of all ranks."""
+        """Record the places of the ranks of the task, and of ranks that run no task."""
         self.places = places
         waiting = {rank: place for rank, place in places.items() if rank in self.unfinished}
         in_flight = sum(place.in_flight for place in places.values())
@@ -258,10 +263,11 @@ class Supervision:
     """
 
     def __init__(self, deliver: Callable[[Down], None], send: Callable[[Up], None]) -> None:
-        # The decisions about the last tasks, by task and kind.  Decisions of the same kind are
+        # The decisions about the present tasks, by task and kind.  Decisions of the same kind are
         # merged, because a program can need one abort after another without end.
         self._decided: dict[tuple[str, Decision], Decided] = {}
         self._deliver, self._send = deliver, send
+        # By task; tasks of different ranks run side by side.
         self._supervisors: dict[str, Supervisor] = {}
         self._ranks: Sequence[int] = ()  # all ranks of the world
         self._timer: asyncio.TimerHandle | None = None
@@ -271,7 +277,7 @@ class Supervision:
 
     @property
     def decided(self) -> tuple[Decided, ...]:
-        """The decisions about the last task, for a notebook that attaches."""
+        """The decisions about the present tasks, for a notebook that attaches."""
         return (*self._decided.values(),)
 
     def close(self) -> None:
@@ -296,8 +302,8 @@ class Supervision:
         now = time.monotonic()
         match message:
             case RunTask() as run:
-                if not self._supervisors:
-                    self._decided = {}
+                kept = self._supervisors.keys()
+                self._decided = {k: each for k, each in self._decided.items() if k[0] in kept}
                 self._supervisors[run.id] = Supervisor(run.ranks, run.rules, now)
                 self._ranks = range(run.rules.size)
                 self._step_soon()
@@ -324,17 +330,26 @@ class Supervision:
         supervisors = self._supervisors.values()
         return [each for each in supervisors if not each.unfinished.isdisjoint(ranks)]
 
+    def _ranks_of_others(self, supervisor: Supervisor) -> set[int]:
+        """Return the ranks that run another task than that of this supervisor."""
+        others = (each for each in self._supervisors.values() if each is not supervisor)
+        return set[int]().union(*(each.unfinished for each in others))
+
     def report(self, message: Up) -> None:
         """Take a message to the notebook into account."""
         now = time.monotonic()
         match message:
             case Located(places):
                 for each in self._supervisors.values():
-                    each.record_places(places, now)
+                    elsewhere = self._ranks_of_others(each)
+                    each.record_places(
+                        {r: place for r, place in places.items() if r not in elsewhere}, now
+                    )
                 self._step_soon()
-            case Aborted():
+            case Aborted():  # by Stop
                 for each in self._supervisors.values():
-                    each.record_abort(now)
+                    if each.is_stopping:
+                        each.record_abort(now)
 
     # --- steps ----------------------------------------------------------------------------
 
@@ -374,14 +389,17 @@ class Supervision:
         earlier = self._decided.get((task_id, decision), decided)
         self._decided[task_id, decision] = replace(decided, waiting={**earlier.waiting, **waiting})
         self._send(decided)
-        # Collectives are aborted on all ranks: only the rank that accepted a connection can close
-        # it, and a rank that is busy now must not wait later for a rank that was released.
+        # Collectives are aborted on all ranks of the task and on free ranks: only the rank that
+        # accepted a connection can close it, and a rank that is busy now must not wait later for a
+        # rank that was released.  Ranks that run another task keep their collectives.
+        elsewhere = self._ranks_of_others(supervisor)
+        aborted = tuple(rank for rank in self._ranks if rank not in elsewhere)
         match decision:
             case Decision.ABORT:
                 supervisor.record_abort(time.monotonic())
-                self._deliver(AbortRanks((*self._ranks,)))
+                self._deliver(AbortRanks(aborted))
             case Decision.ABORT_FOR_DEAD:
-                self._deliver(AbortRanks((*self._ranks,)))
+                self._deliver(AbortRanks(aborted))
             case Decision.TIME_OUT if not supervisor.holds_stop:
                 self._deliver(Interrupt(unfinished))
             case Decision.END_SURVIVORS:

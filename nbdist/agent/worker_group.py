@@ -12,7 +12,7 @@ import secrets
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -267,6 +267,11 @@ class WorkerGroup:
         if queries:
             await asyncio.wait(queries, timeout=ABORT_ANSWER_TIMEOUT)
         return all(each.done() and each.result() is not None for each in queries)
+
+    async def abort_except_other_tasks(self, task_ids: Collection[str]) -> bool:
+        """Abort the collectives of all ranks as `abort`, except of ranks that run other tasks."""
+        others = {rank for rank, each in self.all.items() if each.task_id not in ("", *task_ids)}
+        return await self.abort(self.all.keys() - others)
 
     def _source(self, spec: WorldSpec) -> ProcessSource:
         if self._forker and spec.config.fork and can_fork_with(spec.environ):

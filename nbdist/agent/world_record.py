@@ -30,24 +30,36 @@ Changing = messages.StartWorld | messages.StopWorld | messages.Heal | messages.S
 
 
 class WorldRecord:
-    """The state of a world, and the outputs of its last task until a notebook has acknowledged all.
+    """The state of a world, and the outputs of its tasks until a notebook has acknowledged all.
 
-    Outputs are only recorded if the world has the `detach` option.
+    Tasks of different ranks can run side by side.  Outputs are only recorded if the world has the
+    `detach` option.
     """
 
     def __init__(self) -> None:
         self.world = messages.Attached(messages.HandoverState())  # sent to the next notebook
         self.began = time.time()  # when the world or its last task was started
-        self.running_ranks: set[int] = set()  # which still run the last task
         self.pending_calls: dict[int, Changing] = {}  # calls without an answer, by number
-        self._tasks = 0  # how many have begun since the world was started
-        self._backlog = Backlog()
+        self._count = 0  # how many tasks have begun since the world was started
+        # By id: the tasks in progress, and others until their outputs are acknowledged.
+        self._tasks: dict[str, _TaskRecord] = {}
+        self._other_outputs = Backlog()  # of ranks that had run none of `_tasks`
         self._lent: dict[str, set[int]] = {}  # by task: ranks whose values no notebook has released
         self._last: _TaskRecord | None = None
-        self._failed: _TaskRecord | None = None  # the last failed task before `_last`
+        self._failed: _TaskRecord | None = None  # the last failed task but `_last`
 
     def __repr__(self) -> str:
-        return f"<WorldRecord of {sorted(self.world.pids)}, {len(self._backlog)} outputs>"
+        return f"<WorldRecord of {sorted(self.world.pids)}, {len(self._tasks)} tasks>"
+
+    @property
+    def running_ranks(self) -> set[int]:
+        """The ranks that run a task."""
+        return set[int]().union(*(task.running for task in self._tasks.values()))
+
+    @property
+    def running_task(self) -> messages.RunTask | None:
+        """The task that was sent last of those in progress, or None."""
+        return next((t.run for t in reversed(self._tasks.values()) if t.running), None)
 
     @property
     def detach(self) -> bool:
@@ -82,10 +94,12 @@ class WorldRecord:
                     self.pending_calls[number] = request
             case messages.RunTask():
                 self._begin_task(message)
-            case messages.AbortRanks(ranks) if self._last:
-                self._last.abort(ranks)
+            case messages.AbortRanks(ranks):
+                for task in self._tasks.values():
+                    task.abort(ranks)
             case messages.SendInput(rank, reply):
-                self._backlog.discard_input_request(rank, reply.number)
+                for backlog in self._backlogs:
+                    backlog.discard_input_request(rank, reply.number)
             case messages.ReleaseRankValues(task_id, ranks):
                 self._lent.get(task_id, set()).difference_update(ranks)
 
@@ -97,24 +111,25 @@ class WorldRecord:
             case Outputs(items):
                 for item in items:
                     self._record_output(*item)
-            case messages.Located(places) if places and self._last:
-                self._last.places = places
+            case messages.Located(places) if places:
+                for task in self._tasks.values():
+                    task.places = places
             case messages.Decided(decision=messages.Decision.ABORT):
                 self.world.is_whole = False
             case messages.Aborted(places):
                 self.world.is_whole = False
-                if self._last:
-                    self._last.aborted.update(places)
+                for task in self._tasks.values():
+                    task.aborted |= {r: place for r, place in places.items() if r in task.run.ranks}
             case messages.NodeJoined(host) if host not in self.world.came:
                 self.world.came += (host,)
 
     def mark_all_acknowledged(self) -> None:
         """Record that the notebook has acknowledged every batch.
 
-        A world with the `detach` option forgets its last task's outputs if the task has finished.
+        A world with the `detach` option forgets the outputs of tasks that have finished.
         """
-        if self.detach and not self.running_ranks:
-            self._forget_task()
+        if self.detach:
+            self._forget_finished()
 
     @property
     def tasks(self) -> Inspection:
@@ -128,41 +143,48 @@ class WorldRecord:
     def _last_failed(self) -> _TaskRecord | None:
         return self._last if self._last and self._last.troubles else self._failed
 
+    @property
+    def _backlogs(self) -> list[Backlog]:
+        return [*(task.backlog for task in self._tasks.values()), self._other_outputs]
+
     def _begin_task(self, run: messages.RunTask) -> None:
-        self._forget_task()
-        world = self.world
-        self._failed, self._last = self._last_failed, _TaskRecord(run, len(world.pids))
-        world.run, self.running_ranks = run, {*run.ranks} - world.dead.keys()
-        self._tasks += 1
+        for task in self._tasks.values():
+            task.running.difference_update(run.ranks)
+        self._forget_finished()
+        world, self._failed = self.world, self._last_failed
         text = min(TEXT_KEPT, max(TEXT_AT_LEAST, TEXT_OF_ALL // max(1, len(world.pids))))
-        self._backlog = Backlog(text)
-        world.started, world.started_ns = time.monotonic(), time.time_ns()
+        self._last = _TaskRecord(run, len(world.pids), {*run.ranks} - world.dead.keys())
+        self._last.backlog = Backlog(text)
+        self._tasks[run.id] = self._last
+        self._count += 1
         self.began = time.time()
 
-    def _forget_task(self) -> None:
-        self.world.run, self.world.ended = None, {}
-        self._backlog = Backlog()
+    def _forget_finished(self) -> None:
+        """Forget the tasks that all ranks have finished, and outputs outside of tasks."""
+        self._tasks = {name: task for name, task in self._tasks.items() if task.running}
+        self._other_outputs = Backlog()
 
     def _record_output(self, rank: int, task_id: str, output: Output) -> None:
-        if isinstance(output, Failure | Died) and self._last:
-            self._last.fail(rank, task_id, output)
+        # An output outside of a task comes after the newest task of the rank.
+        tasks = [t for t in self._tasks.values() if rank in t.run.ranks and task_id in ("", t.id)]
+        task = tasks[-1] if tasks else None
+        if isinstance(output, Failure | Died) and (failed := task or self._last):
+            failed.fail(rank, task_id, output)
+            if failed is not self._last and failed.troubles:
+                self._failed = failed
         match output:
             case Done():
-                self._mark_finished(rank, task_id)
+                if task is not None:
+                    task.mark_finished(rank)
                 self._record_done(rank, task_id, output)
             case Died():
-                self._mark_finished(rank, self.world.run.id if self.world.run else "")
+                for each in self._tasks.values():
+                    each.mark_finished(rank)
                 self.world.dead[rank] = output
             case Failure() if output.connections:
                 self.world.is_whole = False
         if self.detach:
-            self._backlog.add(rank, task_id, output)
-
-    def _mark_finished(self, rank: int, task_id: str) -> None:
-        run = self.world.run
-        if run is not None and task_id == run.id and rank in self.running_ranks:
-            self.running_ranks.discard(rank)
-            self.world.ended[rank] = time.monotonic()
+            (task.backlog if task else self._other_outputs).add(rank, task_id, output)
 
     def _record_done(self, rank: int, task_id: str, done: Done) -> None:
         bound = self.world.bound.setdefault(rank, {})
@@ -203,7 +225,7 @@ class WorldRecord:
         world.dead = {r: died for r, died in world.dead.items() if died.pid == healed.pids.get(r)}
 
     def _reset_world(self) -> None:
-        self._forget_task()
+        self._tasks, self._other_outputs, self._count = {}, Backlog(), 0
         self.world = messages.Attached(
             self.world.memory,
             self.world.spec,
@@ -211,18 +233,18 @@ class WorldRecord:
             missing=self.world.missing,
             next_call=self.world.next_call,
         )
-        self.running_ranks, self._tasks = set(), 0
 
     def attached(self, since: float) -> messages.Attached:
         """Return the state for a notebook that attaches; `replay_batches` returns the outputs."""
-        forgotten = max(0, self._tasks - (self.world.run is not None))
-        return replace(self.world, forgotten=forgotten, since=since)
+        tasks = tuple(task.attached for task in self._tasks.values())
+        forgotten = max(0, self._count - len(tasks))
+        return replace(self.world, tasks=tasks, forgotten=forgotten, since=since)
 
     def replay_batches(self) -> list[Outputs]:
         """Return the recorded outputs in batches, to replay them to a notebook that attaches."""
         batches: list[list[RankOutput]] = [[]]
         size = 0
-        for item in self._backlog.items:
+        for item in (item for backlog in self._backlogs for item in backlog.items):
             if size > ENOUGH_IN_A_BATCH:
                 batches.append([])
                 size = 0
@@ -235,12 +257,11 @@ class WorldRecord:
 
         Called when the notebook that was sent the values has ended.
         """
-        running = self.world.run.id if self.world.run else ""
-        finished = [task for task in self._lent if task != running]
+        finished = [task for task in self._lent if task not in self._tasks]
         return [messages.ReleaseRankValues(task, tuple(self._lent.pop(task))) for task in finished]
 
 
-# --- tasks, for `nbdist mcp` ----------------------------------------------------------------------
+# --- tasks ----------------------------------------------------------------------------------------
 
 MAX_RECORD_LINES, MAX_RECORD_LINE_LENGTH, MAX_RECORD_MESSAGE_LENGTH = 60, 400, 2000
 WITH_LINES, MAX_RANK_FAILURES = 8, 256
@@ -251,20 +272,45 @@ The first to fail are kept: probably the rank whose failure caused the others is
 
 @dataclass(slots=True)
 class _TaskRecord:
-    """A task, still packed, in a world of `size` ranks, and the failures of its ranks."""
+    """A task, still packed, in a world of `size` ranks, and the failures and outputs of its ranks.
+
+    The ranks in `running` have not finished the task.  A notebook that attaches gets `backlog`, and
+    `nbdist mcp` the failures.
+    """
 
     run: messages.RunTask
     size: int
+    running: set[int]
+    began: float = field(default_factory=time.monotonic)
     began_ns: int = field(default_factory=time.time_ns)
+    ended: dict[int, float] = field(default_factory=dict)  # by rank, on the monotonic clock
+    backlog: Backlog = field(default_factory=Backlog)
     # The places come from the last answer to `LocateMainThread`; `aborted` has the ranks that were
     # released from a collective.
     places: Mapping[int, RankPosition] = field(default_factory=dict)
     aborted: dict[int, RankPosition] = field(default_factory=dict)
     troubles: dict[int, ReportedFailure] = field(default_factory=dict)
 
+    @property
+    def id(self) -> str:
+        """The id of the task."""
+        return self.run.id
+
+    @property
+    def attached(self) -> messages.AttachedTask:
+        """The task as a notebook that attaches gets it."""
+        return messages.AttachedTask(self.run, self.began, self.began_ns, {**self.ended})
+
+    def mark_finished(self, rank: int) -> None:
+        """Record that a rank has finished the task now; does nothing if it had before."""
+        if rank in self.running:
+            self.running.discard(rank)
+            self.ended[rank] = time.monotonic()
+
     def abort(self, ranks: tuple[int, ...]) -> None:
         """Record the places of those `ranks` that wait in a collective, which is being aborted."""
-        places = {rank: self.places.get(rank, RankPosition()) for rank in ranks}
+        own = (rank for rank in ranks if rank in self.run.ranks)
+        places = {rank: self.places.get(rank, RankPosition()) for rank in own}
         self.aborted.update((rank, place) for rank, place in places.items() if place.operation)
 
     def fail(self, rank: int, task_id: str, error: Failure | Died) -> None:

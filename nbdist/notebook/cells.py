@@ -93,7 +93,7 @@ def prepare(
     last cell ran, and that cell was long, a note says how to see the missed output.
     """
     for_training = isinstance(work, CellCode) and names_training(work.text)
-    world = pool.ensure(options, display, for_training=for_training)
+    world = pool.ensure(options, display, ranks=options.ranks, for_training=for_training)
     last, page, pool.request = pool.last, page_of(pool.request), request_of(pool.shell)
     now = page_of(pool.request)
     is_long = last is not None and last.transcript.elapsed() >= LONG_CELL
@@ -149,7 +149,7 @@ def attempt_steps(
     names = world.session.names
     names = names.copy() if options.max_restarts else names
     for attempt in world.session.attempts(task, options.max_restarts):
-        pids = world.pids
+        pids = world.pids  # by rank, before the attempt
         shipment = make_shipment(pool, world, names, pack)
         running = yield from _attempt(pool, world, attempt, shipment, display, patience, setup)
         if not running.restart_text:
@@ -181,11 +181,16 @@ def make_shipment(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shi
     """Decide which variables to send with a cell.
 
     If the plan has a question, first ask ranks which of the objects in question they have changed.
+    Ranks that run a job are not asked: the cell does not run there.
     """
     send_plan = pack(names)
     if (question := send_plan.question) is not None:
-        task = world.task(OpCall("values.inspect", question.arguments), ranks=question.ranks)
-        send_plan.answer(fetch_results(pool, world, task))
+        on_jobs = {rank for job in pool.jobs for rank in job.task_run.unfinished}
+        answers: Mapping[int, Any] = {}
+        if ranks := [rank for rank in question.ranks if rank not in on_jobs]:
+            task = world.task(OpCall("values.inspect", question.arguments), ranks=ranks)
+            answers = fetch_results(pool, world, task)
+        send_plan.answer(answers)
     return send_plan.shipment()
 
 
@@ -204,7 +209,10 @@ def _attempt(
         # Ranks may run the task before `follow_steps` handles Stop, so handle Stop from here on.
         with redirect_stops(partial(world.session.count_stop, task)):
             machines = world.session.machines
-            running = pool.last = world.session.submit(task, patience, shipment.parcels)
+            running = world.session.submit(task, patience, shipment.parcels)
+            # A job that is restarted while a later cell runs does not become the newest cell.
+            if patience.control_timeout is not None or not task.attempt.number:
+                pool.last = running
             pool.note_deaths(world, display, machines)
             history = pool.shell.history_manager
             cells = history.input_hist_raw if history is not None else []
@@ -336,10 +344,9 @@ def fetch_results(
 ) -> dict[int, Any]:
     """Run a task without showing its output, and return its results by rank.
 
-    Waits for the pool's job first.  With a display, the progress of the transfer is shown, named
-    `what`.
+    Waits for jobs on the task's ranks first.  With a display, the progress of the transfer is
+    shown, named `what`.
     """
-    pool.wait_for_job(pool.display())
     show = progress(display, what) if display else None
     with redirect_stops(partial(world.session.count_stop, task)):
         machines = world.session.machines

@@ -85,11 +85,13 @@ class MagicCall:
 
     @property
     def world(self) -> World:
-        """The pool's world; first waits for a cell that was sent with `--no-wait`.
+        """The pool's world; first waits for jobs on the ranks of `-r`, by default on all.
 
         Raises WorldNotStarted, with the magic's name, if there are no workers.
         """
-        self.pool.wait_for_job(self.display)
+        if self.pool.jobs:
+            selects = getattr(self.options, "ranks", None) is not None
+            self.pool.wait_for_jobs(self.display, self.ranks if selects else None)
         return self.busy_world
 
     @property

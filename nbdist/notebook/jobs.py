@@ -1,7 +1,8 @@
 """The class `Job`, whose objects stand for cells that were sent with `--no-wait`.
 
 Runs in the notebook's process, on IPython's main thread.  Between cells, the event loop runs the
-job step by step (see `Pool.run_job_step`); in a cell, methods such as `wait` do.
+job step by step (see `Pool.run_job_steps`); in a cell, methods such as `wait` do, and while another
+distributed cell runs, the loop that follows that cell does.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class Job:
         self.task_run = running  # the task, or its last attempt
         self.title = f"`{name}`" if name else "the cell sent with --no-wait"
         self._place = place
+        self.step_others: Callable[[], None] = lambda: None  # shows the output of other jobs
         self._result: CellResult[Any] | None = None
         self._error: BaseException | None = None
         self._ended = threading.Event()
@@ -181,6 +183,7 @@ class Job:
                 longest = max(0.0, min(CELL_TICK, deadline - time.monotonic()))
                 if is_main_thread():
                     self.step(longest)
+                    self.step_others()
                 else:  # as in a subshell: only the main thread runs the job
                     self._ended.wait(longest)
         return stops.count
@@ -258,10 +261,10 @@ class Job:
         again = "Stop again, or " if self._place.is_known else ""
         return f"{self.title} keeps running: {again}`%dist_interrupt` stops it"
 
-    def wait_with_status(self, display: CellDisplay) -> None:
+    def wait_with_status(self, display: CellDisplay, why: str = "") -> None:
         """Wait until the job has ended, with a line on the display of the cell that waits.
 
-        Stop raises Interrupted and ends only the waiting.
+        `why` is a further sentence of the line.  Stop raises Interrupted and ends only the waiting.
         """
         shown = ""
 
@@ -269,7 +272,7 @@ class Job:
             nonlocal shown
             text = (
                 f"Waiting for {self.title} (running for {self.seconds:.0f} s). "
-                "Stop cancels this cell only; that one keeps running."
+                f"{why}Stop cancels this cell only; that one keeps running."
             )
             if not shown or (display.can_change and shown != text):
                 shown = text
@@ -282,6 +285,16 @@ class Job:
     def seconds(self) -> float:
         """The seconds for which the job has run."""
         return self.task_run.transcript.elapsed(time.monotonic())
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks on which the job was started."""
+        return self.task_run.task.ranks
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step of the job is being run now, further up in the stack."""
+        return self._is_stepping
 
     @property
     def has_ended(self) -> bool:

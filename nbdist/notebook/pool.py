@@ -33,6 +33,7 @@ from nbdist.notebook.outcome import Routine, Why, death_of, failure_of_start, id
 from nbdist.notebook.pages import Pages
 from nbdist.notebook.rich_output import WidgetRelay
 from nbdist.output.events import Died, RankError
+from nbdist.topology import parse_ranks
 from nbdist.words import count, name_ranks, one_line
 from nbdist.world.agent_link import Link
 from nbdist.world.name_table import list_names
@@ -43,11 +44,12 @@ from nbdist.world.states import Machines, WorldState, size_text
 from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
 
+GROUP_IS_BROKEN = "All ranks must be free, so that they can form their process group again."
 KEPT_BY_RESTART = "kept for `%dist_restart` as the next command that starts workers"
 
 
 class Pool:
-    """A pool, with the world in which its cells run, its past cells, and its job.
+    """A pool, with the world in which its cells run, its past cells, and its jobs.
 
     Only IPython's main thread starts, heals and ends the workers.
     """
@@ -71,7 +73,8 @@ class Pool:
         self.prestarted: Link | None = None  # to the agent of `%load_ext`, until a world uses it
         self._widgets: WidgetRelay | None = None
         self._idle = IdleWatch(self._notice, self._is_active)
-        self._job: Job | None = None
+        self._jobs: list[Job] = []  # in the order in which the jobs were sent
+        self._is_stepping_jobs = False
 
     def __repr__(self) -> str:
         return f"<Pool {self.name} {self.world}>"
@@ -145,17 +148,24 @@ class Pool:
     # --- life -----------------------------------------------------------------------------
 
     def ensure(
-        self, options: argparse.Namespace, display: CellDisplay, *, for_training: bool = False
+        self,
+        options: argparse.Namespace,
+        display: CellDisplay,
+        *,
+        ranks: str | None = None,
+        for_training: bool = False,
     ) -> World:
         """Return the running world, healed, or start a world with these options.
 
-        If `for_training`, new workers import in advance what DDP, FSDP2 and optimizers import
+        First waits for jobs on `ranks`, a text as in `-r`, by default on all ranks.  If
+        `for_training`, new workers import in advance what DDP, FSDP2 and optimizers import
         (`WorldSpec`).
 
         Raises:
             UsageError: the running world has other options.
         """
-        if (world := self.heal_world(display)) is not None:
+        on = parse_ranks(ranks, self.world.size) if ranks and self.jobs and self.world else None
+        if (world := self.heal_world(display, on)) is not None:
             check_same(world, options)
             world.session.on_failure = options.on_failure or world.session.on_failure
             if options.detach and not world.session.config.detach:
@@ -167,19 +177,22 @@ class Pool:
         self._start(world, display)
         return world
 
-    def heal_world(self, display: CellDisplay) -> World | None:
-        """Return the world, ready for a cell, or None if there are no workers.
+    def heal_world(
+        self, display: CellDisplay, ranks: Collection[int] | None = None
+    ) -> World | None:
+        """Return the world, ready for a cell on `ranks`, or None if there are no workers.
 
-        Waits for the job and for ranks that are still in a stopped cell, and replaces dead
-        workers.  Notes on the display name the ranks that were lost since the last cell.
+        Waits for jobs on the ranks, by default on all ranks, and for ranks that are still in a
+        stopped cell, and replaces dead workers.  Notes on the display name the ranks that were lost
+        since the last cell.
         """
-        self.wait_for_job(display)
-        job, self._job = self._job, None
-        if job is not None and (failure := job.pop_failure_note()):
+        self.wait_for_jobs(display, ranks)
+        ended, self._jobs = [each for each in self._jobs if each.has_ended], self.jobs
+        for failure in filter(None, (job.pop_failure_note() for job in ended)):
             display.add_note(failure)
         if self.world is not None:
             _complete_shutdown(self.world)
-            self._wait_for_stop(self.world, display)
+            self._wait_for_stop(self.world, display, ranks)
             self._heal_between_cells(self.world, display)
         self.past_cells.finish_lines()
         self.show_late()
@@ -193,14 +206,19 @@ class Pool:
             display.add_note(size_text(self.shown_size, moved))
         return self.world
 
-    def _wait_for_stop(self, world: World, display: CellDisplay) -> None:
-        """Wait for ranks that are still in a stopped cell, and redraw that cell with their end."""
-        if (running := world.session.stopped_task) is None:
+    def _wait_for_stop(
+        self, world: World, display: CellDisplay, among: Collection[int] | None
+    ) -> None:
+        """Wait for ranks that are still in a stopped cell, and redraw that cell with their end.
+
+        Without `among` for all such ranks, else only for a cell that runs on one of these ranks.
+        """
+        if (running := world.session.stopped_task(among)) is None:
             return
         if running.unfinished:
             ranks = name_ranks(running.unfinished)
             display.show_status(f"waiting for {ranks} to leave the stopped cell …")
-        damage = world.session.wait_for_stop()
+        damage = world.session.wait_for_stop(among)
         self.past_cells.add_to_display(running.transcript, running.pop_outputs())
         if damage:
             display.add_note(f"the stopped cell: {damage}")
@@ -233,11 +251,11 @@ class Pool:
             raise
         finally:  # also after Stop, after a set-up cell that failed, and after a new rank died
             if not world.state.has_workers:
-                self._end_lost_job("its workers were ended")
+                self._end_lost_jobs("its workers were ended")
                 if kept := world.session.kept.names:
                     display.add_note(f"{list_names(kept)}: {KEPT_BY_RESTART}")
             elif world.session.names is not names:
-                self._end_lost_job("its workers were restarted")
+                self._end_lost_jobs("its workers were restarted")
                 self._use_world(world)
         warning = world.session.warning if changes else ""
         for text in filter(None, (warning, world.session.folder_note)):
@@ -268,7 +286,7 @@ class Pool:
                 link.detach() if stays else link.close()
 
     def _end(self, why: str) -> None:
-        self._end_lost_job(why)
+        self._end_lost_jobs(why)
         if self._widgets is not None:
             self._widgets.close()
             self._widgets = None
@@ -310,6 +328,8 @@ class Pool:
         if self.world is world:
             self.show_late()  # before `forget`, after which no widget can be marked as lost
         self.world, self.shown_size = world, world.size
+        world.session.wait_until_free = self._wait_until_free
+        world.session.step_others = self.step_jobs
         is_page = hasattr(self.shell, "kernel") and has_panels(self.shell, self._pools.settings)
         world.session.shows_widgets = is_page
         self.past_cells.forget()
@@ -325,12 +345,7 @@ class Pool:
         shared = [
             name for name in notebook_names if names.record(name) or names.ranks_that_assigned(name)
         ]
-        if (
-            not shared
-            or not session.is_idle
-            or self.job is not None
-            or session.state is not WorldState.READY
-        ):
+        if not shared or not session.is_idle or self.jobs or session.state is not WorldState.READY:
             return
         if names.objects.have_run and any(map(names.record, shared)):
             with suppress(KeyboardInterrupt):  # the cell has ended, so Stop ends only this
@@ -393,19 +408,19 @@ class Pool:
             self.past_cells.show(self.log_files(), at_once=at_once)
 
     def _notice(self) -> None:
-        self.run_job_step()
+        self.run_job_steps()
         # Programs that run notebooks drop output between cells: the next cell shows the output.
         if is_attended(self.shell):
             self.show_news()
 
     def _is_active(self) -> bool:
         """Return True while a job runs, or while ranks are still in a stopped cell."""
-        return self.job is not None or bool(self._stopped and self._stopped.unfinished)
+        return bool(self.jobs) or bool(self._stopped and self._stopped.unfinished)
 
     @property
     def _stopped(self) -> TaskRun | None:
         """The stopped cell in which ranks still were when Stop returned control, or None."""
-        return self.world.session.stopped_task if self.world and self.job is None else None
+        return self.world.session.stopped_task() if self.world else None
 
     def end_cell(self, running: TaskRun, display: CellDisplay) -> None:
         """Record a cell that has ended, so that later output of its ranks is added to it."""
@@ -470,56 +485,99 @@ class Pool:
     def note_ends(self, dead: Mapping[int, Died], machines: Machines, display: CellDisplay) -> None:
         """Note how ranks died outside of a cell, and keep the last of the deaths for `%dist_why`.
 
-        Leaves out ranks that were killed because the user asked for their restart.
+        Leaves out ranks that were killed because the user asked for their restart, and deaths that
+        a cell has reported.
         """
+        told = self.world.session.told_deaths if self.world is not None else set()
         for rank, died in dead.items():
-            if not died.by_restart:
+            if not (died.by_restart or died.pid in told):
                 log = self.log_files().get(rank, "")
                 self.last_failure = death_of(rank, machines.name(rank), died, log)
                 display.add_note(f"rank {rank} {idle_end(died)}")
 
-    # --- the cell that was sent with `--no-wait`; one at a time ---------------------------
+    # --- cells that were sent with `--no-wait` --------------------------------------------
 
     @property
-    def job(self) -> Job | None:
-        """The cell in the background while it runs, else None."""
-        return self._job if self._job is not None and not self._job.has_ended else None
+    def jobs(self) -> list[Job]:
+        """The cells in the background that have not ended; no two of them share a rank."""
+        return [job for job in self._jobs if not job.has_ended]
 
     def begin_job(self, job: Job) -> None:
         """Let the event loop run this job step by step from now on, and Stop interrupt it."""
-        self._job = job
+        self._jobs.append(job)
+        job.step_others = self.step_jobs
         self._idle.update()
 
-    def wait_for_job(self, display: CellDisplay) -> None:
-        """Wait until the job has ended; Stop ends only the waiting, not the job."""
-        if (job := self.job) is not None:
-            job.wait_with_status(display)
+    def wait_for_jobs(self, display: CellDisplay, ranks: Collection[int] | None = None) -> None:
+        """Wait until no job runs on `ranks`, by default on any rank.
 
-    def show_job(self) -> None:
-        """Show the job's new output; called at the end of each notebook cell."""
-        job = self._job
-        if job is None or is_in_subshell(self.shell):  # subshells are other threads
+        If the process group must be formed again, waits for all jobs.  Stop ends only the waiting,
+        not the jobs.
+        """
+        while (job := self._job_before(ranks)) is not None:
+            is_apart = ranks is not None and {*job.ranks}.isdisjoint(ranks)
+            job.wait_with_status(display, f"{GROUP_IS_BROKEN} " if is_apart else "")
+
+    def _job_before(self, ranks: Collection[int] | None) -> Job | None:
+        """Return a job that must have ended before a task on `ranks` can be sent, or None."""
+        if self.world is not None:
+            self.world.session.receive_waiting()
+            if self.world.session.is_broken:
+                ranks = None
+        for job in self.jobs:
+            if ranks is None or not {*job.ranks}.isdisjoint(ranks):
+                return job
+        return None
+
+    def _wait_until_free(self, ranks: Collection[int]) -> None:
+        """Wait for jobs on these ranks before a task is sent there (`Session.submit`)."""
+        # A job itself can send further tasks, and the steps of a job must not wait.
+        if not self.jobs or any(job.is_stepping for job in self._jobs):
             return
-        job.step()
-        if job.has_ended and job.pop_drawn_between():
-            # nbclient ignores updates between cells, so the panel is drawn again in this cell.
-            self.past_cells.mark_changed(job.task_run.transcript)
-            self.show_late()
+        display = self.display()
+        try:
+            self.wait_for_jobs(display, ranks)
+        finally:
+            display.close()
 
-    def run_job_step(self) -> None:
-        """Run a step of the job between cells, and let Stop interrupt the job while no cell runs.
+    def step_jobs(self) -> None:
+        """Show the new output of all jobs, while another cell runs or waits for a job."""
+        if self._is_stepping_jobs or not self._jobs:
+            return
+        self._is_stepping_jobs = True
+        try:
+            for job in self.jobs:
+                job.step()
+        finally:
+            self._is_stepping_jobs = False
+
+    def show_jobs(self) -> None:
+        """Show the jobs' new output; called at the end of each notebook cell."""
+        if is_in_subshell(self.shell):  # subshells are other threads
+            return
+        for job in self._jobs:
+            job.step()
+            if job.has_ended and job.pop_drawn_between():
+                # nbclient ignores updates between cells, so the panel is drawn in this cell again.
+                self.past_cells.mark_changed(job.task_run.transcript)
+                self.show_late()
+
+    def run_job_steps(self) -> None:
+        """Run a step of each job between cells, and let Stop interrupt jobs while no cell runs.
 
         Once no job runs, Stop has no effect between cells again.
         """
-        if (job := self.job) is not None and self._idle.loop is not None:
+        if self.jobs and self._idle.loop is not None:
             self._pools.idle_stop.update(self._idle.loop)
-            job.step(in_its_cell=True)
-        if self.job is None:
+            for job in self.jobs:
+                job.step(in_its_cell=True)
+        if not self.jobs:
             self._pools.idle_stop.update()
 
-    def _end_lost_job(self, why: str) -> None:
-        if self._job is not None:
-            self._job.end_as_lost(why)
+    def _end_lost_jobs(self, why: str) -> None:
+        for job in self._jobs:
+            job.end_as_lost(why)
+        if self._jobs:
             self._pools.idle_stop.update()
 
 
@@ -540,7 +598,7 @@ class Pools:
         self.shell = shell
         self.settings = settings
         self.auto = AutoMode()
-        self.idle_stop = IdleStop(self._stop_jobs, lambda: any(each.job for each in self))
+        self.idle_stop = IdleStop(self._stop_jobs, lambda: any(each.jobs for each in self))
         self.gathered = Gathered(shell.user_ns)
         self.pages = Pages(shell)
         self._pools = {DEFAULT_POOL: Pool(self, DEFAULT_POOL)}
@@ -598,7 +656,7 @@ class Pools:
         """
         prompt: Any = getattr(self.shell, "pt_app", None)  # only in a terminal
         for pool in self:
-            pool.show_job()
+            pool.show_jobs()
             if prompt is not None:
                 prompt.app.pre_run_callables.append(pool.watch_prompt)
         cell = getattr(result.info, "raw_cell", None) or ""
@@ -640,6 +698,6 @@ class Pools:
 
     def _stop_jobs(self) -> None:
         for pool in self:
-            if pool.job is not None:
-                pool.job.task_run.stops += 1
-                pool.run_job_step()
+            for job in pool.jobs:
+                job.task_run.stops += 1
+            pool.run_job_steps()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,7 +38,7 @@ NO_OPTIONS = argparse.Namespace(on_failure=None, detach=None)
 class PoolWorld(World):
     """The workers of a pool as a `World`; after a restart of the workers, the new workers.
 
-    Calls that need the ranks first wait for the pool's job and replace dead workers, as magics do.
+    Calls first wait for jobs of the ranks that they need, and replace dead workers, as magics do.
     `restart` and `shutdown` do what the magics of these names do.  The end of a `with` statement
     does not end the workers, which belong to the notebook.
     """
@@ -56,10 +56,18 @@ class PoolWorld(World):
 
     @property
     def _ready(self) -> Session:
+        self._wait_until_free(None)
+        return self.session
+
+    def _select(self, ranks: RankSelection | None, rank: int | None) -> tuple[int, ...]:
+        on = super()._select(ranks, rank)
+        self._wait_until_free(on)
+        return on
+
+    def _wait_until_free(self, ranks: Collection[int] | None) -> None:
         _check_thread()
         with _display_of(self._pool) as display:
-            self._pool.heal_world(display)
-        return self.session
+            self._pool.heal_world(display, ranks)
 
     def start(self) -> None:
         """Start the workers again if `shutdown` or `%dist_shutdown` has ended them."""
@@ -100,8 +108,8 @@ def current_world(pool: str = "") -> World:
     after `--pool`, and the workers of such a pool must have been started.
 
     Cells and the returned world share variables, ranks and process group.  Calls wait for a cell
-    of `--no-wait`.  The world can be kept: after `%dist_restart` it has the new workers, and a
-    `with` statement does not end them.
+    of `--no-wait` on the same ranks.  The world can be kept: after `%dist_restart` it has the new
+    workers, and a `with` statement does not end them.
 
     Raises:
         UsageError: this process is no notebook that has loaded nbdist, or it is a rank.

@@ -221,6 +221,9 @@ class Done:
     steps: int = 0  # optimizer steps that have begun
     is_in_step: bool = False  # True if the last step has not ended
     incomplete: Incomplete | None = None  # variables that an aborted collective wrote in part
+    # If the task has succeeded: the ranks that do not run the task, but are members of a group in
+    # which the task has called a collective.
+    outside: tuple[int, ...] = ()
 
     @property
     def made(self) -> frozenset[str]:

@@ -372,6 +372,19 @@ class Hello(NamedTuple):
     host: str
 
 
+class AttachedTask(NamedTuple):
+    """A task in `Attached`: a rank has not finished it, or not all its outputs are acknowledged.
+
+    `started` is when the task was sent, on the monotonic clock, and `started_ns` the same in
+    nanoseconds since 1970.  `ended` has by rank when the rank finished, on the monotonic clock.
+    """
+
+    run: RunTask
+    started: float
+    started_ns: int
+    ended: Mapping[int, float]
+
+
 @dataclass(slots=True)
 class Attached:
     """Agent to notebook: the world that the notebook attaches to.
@@ -395,14 +408,9 @@ class Attached:
     # By rank: the names that tasks have bound; for imported ones their module as in
     # `Done.imported`, for others None.
     bound: dict[int, dict[str, str | None]] = field(default_factory=dict)
-    # The last task, or None if a notebook has acknowledged all outputs of that task.
-    run: RunTask | None = None
-    started: float = 0.0  # when `run` was sent, on the monotonic clock
-    started_ns: int = 0  # the same in nanoseconds since 1970
-    # By rank: the time on the monotonic clock at which the rank finished `run`.
-    ended: dict[int, float] = field(default_factory=dict)
+    tasks: tuple[AttachedTask, ...] = ()  # in the order in which the tasks were sent
     next_call: int = 1  # the id that the notebook's next `AgentRequest` must have
-    forgotten: int = 0  # how many tasks came before `run`: their outputs are gone
+    forgotten: int = 0  # how many tasks came before `tasks`: their outputs are gone
     # When the previous notebook detached, in seconds since 1970.
     since: float = 0.0
 

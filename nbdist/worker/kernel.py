@@ -105,6 +105,9 @@ class WorkerKernel(IPythonKernel):
         self.session.begin_task()
         tracking.begin_task()
         STEPS.begin_task(task.id)
+        is_partial = self.group is not None and len(task.ranks) < self.group.size
+        watched = self.group if is_partial else None
+        begun = watched.count_beyond(task.ranks) if watched else {}
         try:
             try:
                 interrupts.begin()
@@ -123,6 +126,10 @@ class WorkerKernel(IPythonKernel):
             bound, deleted = frozenset(context.bound), frozenset(context.deleted)
             done = replace(done, failure=failure, bound=bound, gone=deleted)
         STEPS.end_task(has_succeeded=done.status == "ok")
+        if watched and done.status == "ok":
+            ended = watched.count_beyond(task.ranks)
+            reached = (on for n, (count, on) in ended.items() if count > begun.get(n, (0, ()))[0])
+            done = replace(done, outside=(*sorted({rank for on in reached for rank in on}),))
         if error is not None:
             done = replace(done, unfit=unfit_reason(context.rank, error))
         leave_debugger()

@@ -1,4 +1,4 @@
-"""Handles the messages of a world's agent: changes the tables, the state and the running task.
+"""Handles the messages of a world's agent: changes the tables, the state and the running tasks.
 
 Runs in the notebook's process, on the thread that made the world.  The functions act on `Workers`;
 `Session` has them as methods.
@@ -28,7 +28,7 @@ from nbdist.wire.messages import BatchAcknowledged, SendInput
 from nbdist.wire.work import InputReply
 from nbdist.world.result import hand_over
 from nbdist.world.sent_objects import NOTHING_SENT
-from nbdist.world.states import NO_INPUT, Event, WorldState
+from nbdist.world.states import NO_INPUT, Event
 from nbdist.world.workers import Workers
 
 if TYPE_CHECKING:
@@ -68,21 +68,26 @@ def receive_waiting(workers: Workers) -> None:
                 workers.joined[host] = None
             case (rank, task_id, output):
                 _handle_output(workers, rank, task_id, output)
-            case message if workers.running is not None:
-                _advance_state(workers, message, workers.running)
-                workers.running.handle_message(message, time.monotonic())
+            case message:
+                _advance_state(workers, message)
+                for run in _runs_of(workers):
+                    run.handle_message(message, time.monotonic())
         link.arrived.popleft()
         if workers.link_or_none is not link:
             return
 
 
-def _advance_state(workers: Workers, message: messages.Up, running: TaskRun) -> None:
-    """Change the state of the world if the agent aborts collectives or stops the task."""
-    is_abort = isinstance(message, messages.Aborted)
-    if isinstance(message, messages.Decided) and message.task_id == running.task.id:
+def _runs_of(workers: Workers) -> list[TaskRun]:
+    """Return the tasks that messages can be about: those in progress, and the task sent last."""
+    last = workers.running
+    return [*workers.runs, *([last] if last is not None and last not in workers.runs else ())]
+
+
+def _advance_state(workers: Workers, message: messages.Up) -> None:
+    """Change the state of the world if the agent aborts collectives."""
+    is_abort = isinstance(message, messages.Aborted) and bool(_runs_of(workers))
+    if isinstance(message, messages.Decided) and workers.find_run(message.task_id) is not None:
         is_abort = message.decision is messages.Decision.ABORT
-        if message.decision is messages.Decision.TIME_OUT:
-            workers.advance(Event.INTERRUPT)
     if is_abort:
         workers.advance(Event.ABORTED)
 
@@ -92,14 +97,14 @@ def handle_agent_loss(workers: Workers, lost: AgentLost) -> None:
     workers.lost = lost
     if workers.widgets is not None:
         workers.widgets.end()
-    if workers.running is not None:
-        workers.running.handle_agent_loss(lost)
+    for run in _runs_of(workers):
+        run.handle_agent_loss(lost)
     workers.advance(Event.AGENT_LOST)
     workers.close_link()
 
 
 def _handle_output(workers: Workers, rank: int, task_id: str, output: Any) -> None:
-    """Pass a rank's output to log handlers, widgets, the world's tables or the running task."""
+    """Pass a rank's output to log handlers, widgets, the world's tables or the rank's task."""
     if isinstance(output, Record):
         host = workers.machines.name(rank) or output.host
         hand_over(output._replace(host=host), is_shown=workers.config.show)
@@ -108,24 +113,25 @@ def _handle_output(workers: Workers, rank: int, task_id: str, output: Any) -> No
         output = _pass_to_widgets(workers, rank, output)
         if output is None:
             return
+    running = workers.find_run(task_id)
     if isinstance(output, Died):
         workers.dead[rank] = output
         workers.advance(Event.RANK_DIED)
-    running = workers.running
+        if running is not None:
+            workers.failed_runs.append(running)
     if isinstance(output, Tracked):
         output = workers.curves.with_continued_steps(task_id, output)
         workers.curves.add(rank, task_id, output, workers.size)
-        if running is not None and task_id == running.task.id:
+        if running is not None:
             running.transcript.curves.add(rank, task_id, output, workers.size)
         return
     if isinstance(output, Warned):
-        if running is not None and task_id == running.task.id:
+        if running is not None:
             running.transcript.warn(output.text)
         return
-    if running is not None and task_id != running.task.id:
+    if isinstance(output, Visible) and not task_id:
         # Output of a rank after its cell counts as the cell's while other ranks still run the cell.
-        is_more = isinstance(output, Visible) and not task_id and running.waits_after(rank)
-        running = running if is_more else None
+        running = next((run for run in workers.runs if run.waits_after(rank)), None)
     if isinstance(output, Done):
         is_received = running is not None and output.received
         received = running.received_parcel(rank) if running and is_received else NOTHING_SENT
@@ -154,8 +160,6 @@ def _handle_output(workers: Workers, rank: int, task_id: str, output: Any) -> No
         if running.is_of_earlier_task(rank, output):
             workers.late.append((rank, output))
         running.receive(rank, output)
-        if not running.unfinished and workers.state is not WorldState.BROKEN:
-            workers.advance(Event.TASK_DONE)
 
 
 def _pass_to_widgets(workers: Workers, rank: int, output: Output) -> Output | None:

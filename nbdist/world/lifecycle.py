@@ -114,7 +114,7 @@ def start_anew(workers: Workers, *, agent_too: bool = False) -> None:
         workers.advance(Event.STOP)
         _stop(workers, RESTART_GRACE)
         workers.advance(Event.STOPPED)
-    workers.running = None  # drop all messages of the old workers
+    workers.running, workers.runs = None, []  # drop all messages of the old workers
     workers.late.clear()
     while (link := workers.link_or_none) is not None and link.arrived:
         item = link.arrived.popleft()
@@ -135,6 +135,7 @@ def shutdown(workers: Workers) -> str:
     workers.advance(Event.STOP)
     leftovers = _stop(workers, STOP_GRACE) if workers.is_connected else ""
     leftovers = leftovers or workers.close_link()
+    workers.runs = []
     workers.advance(Event.STOPPED)
     return leftovers
 
@@ -167,9 +168,9 @@ def attach(workers: Workers, link: Link, attached: Attached, namespace: dict[str
     workers.record_processes(attached, link.agent.host)
     workers.advance(Event.START)
     workers.advance(Event.STARTED)
-    if attached.run is not None:
-        workers.running = TaskRun.from_attached(attached, workers.members)
-        workers.advance(Event.TASK)
+    for task in attached.tasks:
+        workers.running = TaskRun.from_attached(attached, task, workers.members)
+        workers.runs.append(workers.running)
     if attached.dead:
         workers.advance(Event.RANK_DIED)
     if not attached.is_whole:

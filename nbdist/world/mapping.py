@@ -20,7 +20,7 @@ from nbdist.output.events import Died, ItemOutcome, RankError
 from nbdist.output.wording import seconds_text
 from nbdist.wire.work import OpCall
 from nbdist.words import count
-from nbdist.world import remote_call
+from nbdist.world import recovery, remote_call
 from nbdist.world.item_queue import ItemQueue
 from nbdist.world.moving_line import MovingLine
 from nbdist.world.result import Contents, as_raised, raised
@@ -149,17 +149,15 @@ class ItemMap:
                 yield from self._pop_done(running)
             except BaseException:  # the caller has left its loop, or Stop came between two steps
                 queue.end()
-                # Not another task, and not workers that have ended.
-                if session.running is running and session.state.has_workers:
-                    session.interrupt()
+                if session.is_running(running):  # the workers may have ended
+                    recovery.interrupt(session, running)
                     session.wait(running)
                 raise
         return running
 
     def _check_has_workers(self, running: TaskRun) -> None:
         """Raise UsageError if the caller has ended or restarted workers while it had an index."""
-        is_current = self._session.running is running and self._session.state.has_workers
-        if running.unfinished and not is_current:
+        if running.unfinished and not self._session.is_running(running):
             raise UsageError(WORKERS_GONE)
 
     def _pop_done(self, running: TaskRun) -> Iterator[int]:

@@ -73,12 +73,14 @@ def follow(workers: Workers, running: TaskRun, *, answers: bool = False) -> Foll
     the second, or after `Patience.control_timeout`, the loop ends while ranks are unfinished; if
     that timeout is None, each Stop interrupts the ranks again.  In the loop Stop does not raise,
     but is counted in `running.stops`.  When all ranks have finished, a broken group is healed as
-    the policy says.  If this process is about to end and the workers outlive it, the loop ends.
+    the policy says, unless other ranks run another task: healing then waits for that task's end.
+    If this process is about to end and the workers outlive it, the loop ends.
 
     With `answers` the caller has to `reply` to prompts; without, ranks get an error.  Send the
     generator the longest time in seconds to wait for messages, at most `CELL_TICK`; 0.0 polls.
     """
-    before, longest = running.handled_stops, CELL_TICK
+    before = running.handled_stops
+    longest: float | None = None
     while running.unfinished:
         with running.counting_stops():
             # Handle Stop first: Stop may have come while the task was sent, or in the consumer.
@@ -97,21 +99,39 @@ def follow(workers: Workers, running: TaskRun, *, answers: bool = False) -> Foll
             if time.monotonic() >= running.give_up_at - SPARE_TIMEOUT:
                 _spare_ranks(workers, running)
                 if running.unfinished:
-                    workers.advance(Event.GAVE_UP)
+                    running.is_left = True
                     return
             # Then wait for messages.
             now = time.monotonic()
-            tick = min(longest, CELL_TICK if running.age > EAGER_SECONDS else EAGER_TICK)
+            tick = CELL_TICK if running.age > EAGER_SECONDS else EAGER_TICK
+            tick = tick if longest is None else min(longest, tick)
             remaining = running.give_up_at - SPARE_TIMEOUT - now
             inbox.receive(workers, max(0.0, min(tick, remaining)))
-        sent = yield running.pop_outputs()
-        longest = CELL_TICK if sent is None else sent
+            if running.patience.control_timeout is not None:  # not a job, whose steps must be short
+                workers.step_others()
+        longest = yield running.pop_outputs()
         if not answers:
             workers.refuse_prompts(running)
+    while _waits_to_restart(workers, running):
+        with running.counting_stops():
+            inbox.receive(workers, CELL_TICK if longest is None else min(longest, CELL_TICK))
+            if running.patience.control_timeout is not None:
+                workers.step_others()
+        longest = yield running.pop_outputs()
     while not (running.is_over or running.wants_control(before)):
         with running.counting_stops(raises=True):
             _complete(workers, running)
         yield running.pop_outputs()
+
+
+def _waits_to_restart(workers: Workers, running: TaskRun) -> bool:
+    """Return True if a task can only be restarted once other ranks have finished their task.
+
+    A rank of the task has died or has left the group broken, and attempts are left.
+    """
+    has_attempts = running.task.attempt.number < running.task.attempt.most
+    is_waiting = has_attempts and bool(running.transcript.errors) and not running.stops
+    return is_waiting and workers.is_broken and not workers.is_idle
 
 
 def interrupt(workers: Workers, running: TaskRun) -> None:
@@ -122,7 +142,6 @@ def interrupt(workers: Workers, running: TaskRun) -> None:
     if not running.unfinished:
         return
     waits = running.patience.holds_stop and not running.is_stopping
-    workers.advance(Event.INTERRUPT)
     running.stop(time.monotonic())
     if not waits:
         workers.link.send(Interrupt(running.unfinished, running.interrupts))
@@ -159,18 +178,22 @@ def _complete(workers: Workers, running: TaskRun) -> None:
     # Write the first sentences now, because a Stop can break off the steps below.
     running.replicas_text = _replicas_text(workers, running)
     running.incomplete_text = incomplete_text(running.done())
+    if text := _outside_text(running):
+        running.transcript.warn(text)
     _abort_leftovers(workers, running)
     if running.members.heals and running.explain_death({}):
         # Locate the survivors before healing: after it they no longer know their last collectives.
         places = {**running.unwoken, **_locate(workers, running)}
         running.why_died = running.explain_death(places)
     # In a stalled network the ranks could not form a group now; the next cell heals instead.
+    # Healing needs all ranks: if some run another task, a later cell heals, too.
     # Healing may restart further ranks, which is why `again` is added to the deaths.
     again = () if running.was_stalled else heal(workers)
     if lost := sorted({*running.deaths, *again}):
         running.recovery_text = healing_text(workers, lost)
         running.recovered_ranks = tuple(lost) if workers.last_policy == "heal" else workers.everyone
-    workers.running = running  # also after the policy has restarted all workers
+    if workers.running is None:  # the policy has restarted all workers
+        workers.running = running
     running.restart_text = _restart_text(workers, running)
     running.lacking_text = _lacking_text(workers, running)
     is_again = workers.setup.is_replaying and workers.past.has_cell(running.task)
@@ -184,11 +207,7 @@ def _abort_leftovers(workers: Workers, running: TaskRun) -> None:
 
     A collective of the next task would be matched with an incomplete one.
     """
-    if (
-        not running.transcript.errors
-        or workers.state is not WorldState.READY
-        or not running.rules.has_group
-    ):
+    if not (running.transcript.errors and workers.is_whole and running.rules.has_group):
         return
     now = time.monotonic()
     enough, until = now + (LEFTOVERS_GRACE if running.rules.runs_ahead else 0.0), now + SLOW_GRACE
@@ -196,12 +215,15 @@ def _abort_leftovers(workers: Workers, running: TaskRun) -> None:
     last_places: dict[int, RankPosition] = {}  # of the ranks that have answered
     while looks < 2 or time.monotonic() < enough:
         places = _locate(workers, running)
-        answers = {rank: place for rank, place in places.items() if not place.holds_gil}
+        free = {*workers.everyone} - {*workers.unfinished}  # collectives of other tasks go on
+        answers = {
+            rank: place for rank, place in places.items() if rank in free and not place.holds_gil
+        }
         last_places.update(answers)
         running.differing = differing(last_places)
         # A rank whose collectives have ended begins no more: only other ranks must answer again.
         ended = {rank for rank, place in last_places.items() if not place.unfinished}
-        if not {*answers, *ended}.issuperset(workers.everyone) and time.monotonic() < until:
+        if not free <= {*answers, *ended} and time.monotonic() < until:
             continue
         if not any(place.unfinished for place in last_places.values()):
             return
@@ -209,7 +231,20 @@ def _abort_leftovers(workers: Workers, running: TaskRun) -> None:
         if running.rules.runs_ahead:
             inbox.receive(workers, EAGER_TICK)
     workers.advance(Event.ABORTED)
-    workers.link.send(AbortRanks(workers.everyone))
+    workers.link.send(AbortRanks((*sorted(free),)))
+
+
+def _outside_text(running: TaskRun) -> str:
+    """Say that a task for some ranks has called collectives of a group with other ranks; or ""."""
+    outside = {rank: done.outside for rank, done in running.done().items() if done.outside}
+    others = set[int]().union(*outside.values())
+    if not others:
+        return ""
+    # The collective has ended, so the other ranks have taken part in it from another task.
+    return (
+        f"{name_ranks(outside)} called a collective of a group with {name_ranks(others)}, which "
+        "ran another cell at the same time: the cells may have exchanged values"
+    )
 
 
 def _lacking_text(workers: Workers, running: TaskRun) -> str:
@@ -267,6 +302,7 @@ def undefined_name(error: RankError) -> str:
 def heal(workers: Workers) -> tuple[int, ...]:
     """Repair a broken group as the `on_failure` policy says; return the ranks that were replaced.
 
+    Does nothing while a rank runs a task, because all ranks have to take part.
     With the policy "heal", or without a death, the surviving ranks keep their variables, modules,
     meshes and subgroups.  If that is impossible, the state stays BROKEN, and `problem` says why.
     After a death the other policies end or restart all workers, and no ranks are returned.  A rank
@@ -274,7 +310,7 @@ def heal(workers: Workers) -> tuple[int, ...]:
     """
     if workers.state is WorldState.HEALING:  # Stop came before `regroup` could record the result
         workers.advance(Event.HEAL_FAILED)
-    if workers.state is not WorldState.BROKEN:
+    if not (workers.is_broken and workers.is_idle):
         return ()
     has_death = any(not died.by_restart for died in workers.dead.values())
     if not has_death or workers.on_failure == "heal":
@@ -304,13 +340,16 @@ def regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, 
     """
     running, replaced, why = workers.running, tuple[int, ...](), ""
     workers.last_policy = "heal"
+    deaths = (died for run in workers.failed_runs for died in run.deaths.values())
+    workers.told_deaths |= {died.pid for died in deaths if died.pid}
     event, timeout = Event.SCALE, SCALE_TIMEOUT
     if isinstance(request, Heal):
         event, timeout = Event.HEAL, HEAL_TIMEOUT
-    made, brought = frozenset[str](), dict[int, Collection[str]]()
-    if running and running.deaths:
-        made = running.made
-        brought = {rank: parcel.names for rank, parcel in running.shipped.items()}
+    made, brought = set[str](), dict[int, set[str]]()
+    for run in workers.failed_runs:
+        made |= run.made
+        for rank, parcel in run.shipped.items():
+            brought.setdefault(rank, set()).update(parcel.names)
     workers.advance(event)
     outcome, workers.problem = Event.HEAL_FAILED, "it was interrupted"
     try:
@@ -346,13 +385,14 @@ def regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, 
 def record_changes(workers: Workers, ranks: Collection[int]) -> None:
     """Ask ranks which objects of the notebook they have changed, and record their answers.
 
-    Does nothing if the ranks have nothing to be asked about, or if the state is not READY.  Raises
+    Does nothing if the ranks have nothing to be asked about, or cannot run a task now.  Raises
     KeyboardInterrupt after Stop.
     """
     objects = workers.names.objects
     keys = set[int]().union(*map(objects.of, ranks))
     names = workers.names.assigned_again()
-    if not (keys or names) or not ranks or workers.state is not WorldState.READY:
+    can_ask = workers.is_whole and {*workers.unfinished}.isdisjoint(ranks)
+    if not ((keys or names) and ranks and can_ask):
         return
     work = OpCall("values.inspect", {"objects": dict.fromkeys(keys), "names": names})
     with _keeping_last_task(workers):
@@ -395,7 +435,7 @@ def replay(workers: Workers, ranks: Collection[int]) -> NbdistError | None:
     If a set-up cell kills its worker, the worker's replacement does not run the cells again.
     """
     setup = workers.setup
-    if setup.is_replaying or workers.state is not WorldState.READY:
+    if setup.is_replaying or not workers.is_whole:
         return None
     setup.is_replaying, setup.problem = True, ""
     try:
@@ -438,12 +478,7 @@ def _restart_text(workers: Workers, running: TaskRun) -> str:
     """Write `rank 2 was killed by SIGKILL: restart 1 of 3`; "" if the task is not restarted."""
     done, max_restarts = running.task.attempt.number, running.task.attempt.most
     cause = running.transcript.root_cause()
-    if (
-        done >= max_restarts
-        or cause is None
-        or running.stops
-        or workers.state is not WorldState.READY
-    ):
+    if done >= max_restarts or cause is None or running.stops or not workers.is_whole:
         return ""
     error = running.error()
     if not isinstance(error, errors.WorkerError) or isinstance(error, errors.RanksReleased):
@@ -464,7 +499,9 @@ def healing_text(workers: Workers, dead: Iterable[int]) -> str:
 
     If the group is still broken, the text says how to repair the group.
     """
-    if workers.state is WorldState.BROKEN:
+    if workers.is_broken:
+        if busy := workers.unfinished:
+            return _deferred_text(dead, busy)
         if not workers.problem:
             return "`%dist_restart` restarts all workers; their variables are lost."
         text = str(broken_error(workers))
@@ -488,11 +525,22 @@ def healing_text(workers: Workers, dead: Iterable[int]) -> str:
     return f"{text}{_others_text(workers, ranks)}.{workers.setup.problem}"
 
 
+def _deferred_text(dead: Iterable[int], busy: Collection[int]) -> str:
+    """Say when dead ranks are replaced if other ranks, which are `busy`, run another task."""
+    dead = {*dead}
+    verb, theirs = ("is", "its") if len(dead) == 1 else ("are", "their")
+    have = "has" if len(busy) == 1 else "have"
+    return (
+        f"{name_ranks(dead)} {verb} replaced, and {theirs} variables are gone, once "
+        f"{name_ranks(busy)} {have} ended another cell; other ranks are unaffected."
+    )
+
+
 def stop_text(workers: Workers, killed: Iterable[int]) -> str:
     """Write `ranks 0-3 ignored Stop and were restarted; variables lost: model, x`."""
     ranks = tuple(killed)
     text = f"{name_ranks(ranks)} ignored Stop"
-    if workers.state is WorldState.BROKEN or workers.last_policy != "heal":
+    if workers.is_broken or workers.last_policy != "heal":
         return f"{text}. {healing_text(workers, ranks)}"
     text += " and was restarted" if len(ranks) == 1 else " and were restarted"
     if lost := workers.names.lacking_text(ranks):

@@ -270,7 +270,15 @@ def sending(
 
 def run(session: Session, task: Task, max_restarts: int = 0) -> CellResult[Any]:
     """Run a task, and again at most `max_restarts` times if it fails; raises as `outcome`."""
-    return outcome(session, map(session.submit, session.attempts(task, max_restarts)))
+    return outcome(session, _attempts(session, task, max_restarts))
+
+
+def _attempts(session: Session, task: Task, max_restarts: int) -> Iterator[TaskRun]:
+    for attempt in session.attempts(task, max_restarts):
+        running = session.submit(attempt)
+        yield running
+        if not running.restart_text:
+            return
 
 
 def outcome(session: Session, attempts: Iterable[TaskRun]) -> CellResult[Any]:

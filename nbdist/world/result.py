@@ -340,11 +340,13 @@ def rows(
     """
     cpu, lines = cpu or {}, lines or {}
     has_several = len({each.host for each in workers}) > 1
+    are_side_by_side = len({each.cell for each in workers if each.cell is not None}) > 1
     table = [
         {
             "rank": str(each.rank),
             "host": each.host if has_several else "",
             "state": f"busy {each.busy_seconds:.0f} s" if each.state == "busy" else each.state,
+            "cell": f"[{each.cell}]" if are_side_by_side and each.cell is not None else "",
             "pid": str(each.pid),
             "device": each.device,
             "memory": size_text(each.memory),

@@ -12,7 +12,7 @@ import time
 import uuid
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -71,7 +71,7 @@ class Session(Workers):
     attach = lifecycle.attach
 
     def __repr__(self) -> str:
-        running = f" {self.running}" if self.unfinished else ""
+        running = "".join(f" {run}" for run in self.runs if run.unfinished)
         return f"<Session {self.size} ranks, {self.state.value}{running}>"
 
     def select_ranks(
@@ -107,17 +107,19 @@ class Session(Workers):
     ) -> TaskRun:
         """Send a task to its ranks, after healing a broken group; do not wait for the task's end.
 
-        `shipped` has by rank the names and objects that the task brings to the rank.  If the task
-        cannot run, the task is not sent, and an error says why, such as WorldNotStarted, WorldBusy,
-        WorkerDied, WorldBroken, AgentLost or CodeNotSent.
+        Other ranks may run another task meanwhile.  `shipped` has by rank the names and objects
+        that the task brings to the rank.  If the task cannot run, the task is not sent, and an
+        error says why, such as WorldNotStarted, WorldBusy, WorkerDied, WorldBroken, AgentLost or
+        CodeNotSent.
         """
         self.receive_waiting()
-        if damage := self.wait_for_stop():
+        self.wait_until_free(task.ranks)
+        if damage := self.wait_for_stop(task.ranks):
             warnings.warn(f"The task before was stopped late. {damage}", stacklevel=2)
         before = self.everyone
         if self.is_idle:
             self.heal()
-        self.check_ready()
+        self.check_ready(task.ranks)
         if self.code is not None:
             for _ in self.code.send_changes(self.link.calling):
                 pass
@@ -138,11 +140,11 @@ class Session(Workers):
     def count_stop(self, task: Task) -> bool:
         """Count a Stop that came during a task, and wake `follow`; for a signal handler.
 
-        Returns False if the handler has to raise KeyboardInterrupt instead: `task` is not the task
-        that was sent last, or `TaskRun.is_interruptible` is True.
+        Returns False if the handler has to raise KeyboardInterrupt instead: `task` was not sent
+        yet, another was sent since it ended, or `TaskRun.is_interruptible` is True.
         """
-        running = self.running
-        if running is None or running.task.id != task.id or running.is_interruptible:
+        running = self.find_run(task.id)
+        if running is None or running.is_interruptible:
             return False
         running.stops += 1
         if self.link_or_none is not None:
@@ -158,13 +160,11 @@ class Session(Workers):
     def attempts(self, task: Task, max_restarts: int) -> Iterator[Task]:
         """Yield copies of a task: for the first attempt, and for at most `max_restarts` restarts.
 
-        The caller submits and follows each copy before the next.  A restart follows an attempt that
-        has a `TaskRun.restart_text`.
+        The caller submits and follows each copy before the next, and takes a further copy only if
+        the attempt before has a `TaskRun.restart_text`.
         """
         for number in range(read_restarts(max_restarts) + 1):
             yield replace(task, id=uuid.uuid4().hex, attempt=Attempt(number, max_restarts))
-            if self.running is None or not self.running.restart_text:
-                return
 
     def run(self, task: Task) -> CellResult[Any]:
         """Send a task and return its result; raise its error, or KeyboardInterrupt after Stop."""
@@ -194,25 +194,35 @@ class Session(Workers):
 
     def interrupt(self) -> None:
         """Interrupt the ranks that run a task, as Stop does; do nothing if no rank runs a task."""
-        if self.running is not None:
-            recovery.interrupt(self, self.running)
+        for run in self.runs:
+            recovery.interrupt(self, run)
 
-    @property
-    def stopped_task(self) -> TaskRun | None:
-        """The last task, if Stop has come and the task has not ended yet; else None."""
-        running = self.running
-        is_left = running is not None and running.is_stopping and not running.is_over
-        return running if is_left else None
+    def stopped_task(self, ranks: Collection[int] | None = None) -> TaskRun | None:
+        """Return a task that Stop has left before the task's end, and that ranks of `ranks` run.
 
-    def wait_for_stop(self) -> str:
+        A broken group can only be healed once all ranks have ended such tasks: then any such task
+        is returned, as without `ranks`.  None if there is no such task.
+        """
+        if ranks is None or self.is_broken:
+            ranks = self.everyone
+        runs = [*self.runs, self.running] if self.running else self.runs
+        for run in runs:
+            # A job has a caller that waits for the job's end, also after Stop.
+            is_job = run.patience.control_timeout is None
+            is_left = run.is_stopping and not run.is_over and not is_job
+            if is_left and not {*run.task.ranks}.isdisjoint(ranks):
+                return run
+        return None
+
+    def wait_for_stop(self, ranks: Collection[int] | None = None) -> str:
         """Wait for ranks that were still in a stopped task when Stop returned control.
 
-        Waits at most `LATE_TIMEOUT` seconds for the ranks.  Returns the task's `TaskRun.damage`, or
-        "" if no task was stopped or if the damage was the same before.  Another Stop interrupts the
-        ranks again, and raises KeyboardInterrupt.  `TaskRun.pop_outputs` returns the newest outputs
-        of the wait.
+        Waits at most `LATE_TIMEOUT` seconds for the ranks of `stopped_task(ranks)`.  Returns the
+        task's `TaskRun.damage`, or "" if no task was stopped or if the damage was the same before.
+        Another Stop interrupts the ranks again, and raises KeyboardInterrupt.
+        `TaskRun.pop_outputs` returns the newest outputs of the wait.
         """
-        if (running := self.stopped_task) is None:
+        if (running := self.stopped_task(ranks)) is None:
             return ""
         reported_damage = running.damage
         running.give_up_at, stops = time.monotonic() + LATE_TIMEOUT, running.stops
@@ -223,7 +233,7 @@ class Session(Workers):
                 break
         running.return_outputs(newest)
         if running.stops > stops:
-            self.interrupt()
+            recovery.interrupt(self, running)
             raise KeyboardInterrupt
         return "" if running.damage == reported_damage else running.damage
 
@@ -256,19 +266,24 @@ class Session(Workers):
         if lent := tuple(ranks):
             self.link.send(ReleaseRankValues(task.id, lent))
 
-    def check_ready(self) -> None:
-        """Raise an error unless a task can be sent now; the error says why, and names a remedy."""
-        running = self.running
-        if self.state is WorldState.READY:
+    def check_ready(self, ranks: Collection[int] | None = None) -> None:
+        """Raise an error unless a task for `ranks`, by default all, can be sent now.
+
+        The error says why the task cannot be sent, and names a remedy.
+        """
+        running = self.failed_runs[-1] if self.failed_runs else None
+        ranks = self.everyone if ranks is None or self.is_broken else ranks
+        busy = next((r for r in self.runs if not {*r.unfinished}.isdisjoint(ranks)), None)
+        if self.is_whole and busy is None:
             return
         if self.state in (WorldState.STOPPED, WorldState.STARTING, WorldState.STOPPING):
             raise WorldNotStarted("The cell")
         if self.lost is not None:
             raise self.lost
-        if running is not None and running.unfinished:
-            if running.is_stopping:
-                raise running.not_stopped
-            raise errors.WorldBusy(running.unfinished, running.age)
+        if busy is not None:
+            if busy.is_left or (busy.is_stopping and busy.patience.control_timeout is not None):
+                raise busy.not_stopped
+            raise errors.WorldBusy(busy.unfinished, busy.age)
         # After deaths, each task until the repair raises the same error with the present remedy.
         if running is not None and running.deaths:
             running.recovery_text = recovery.healing_text(self, running.deaths)
@@ -284,10 +299,10 @@ class Session(Workers):
         new worker cannot unpickle them, and does not try again.
         """
         recovery.heal(self)
-        if self.joined and self.state is WorldState.READY:
+        if self.joined and self.is_whole and self.is_idle:
             self.joined = {}
             recovery.regroup(self, Grow())
-        if self.kept.frames and self.state is WorldState.READY:
+        if self.kept.frames and self.is_whole and self.is_idle:
             kept, self.kept = self.kept, KeptVariables()
             self.bind_kept(kept.frames)
 
@@ -324,7 +339,7 @@ class Session(Workers):
         try:
             error = recovery.replay(self, self.everyone)
         except BaseException:  # Stop too
-            if self.state is WorldState.READY:
+            if self.is_whole:
                 self.bind_kept(kept.frames)
             raise
         self.bind_kept(kept.frames)
@@ -340,7 +355,7 @@ class Session(Workers):
         self.receive_waiting()
         ranks = self.select_ranks(ranks)
         others = set(self.unfinished) - set(ranks)
-        if others or self.state not in (WorldState.READY, WorldState.BROKEN, WorldState.STUCK):
+        if others or not (self.is_whole or self.is_broken):
             self.check_ready()
         kept, ending = self.kept, {*ranks}  # `kept` has variables if an earlier try has failed
         if keep:
@@ -355,17 +370,18 @@ class Session(Workers):
                 self.problem = f"{name_ranks(alive)} did not end within {seconds}"
                 raise recovery.broken_error(self)
             self.receive(max(0.0, deadline - time.monotonic()))
-        if self.state is WorldState.BROKEN:
+        if self.is_broken:
             recovery.regroup(self, Heal())
         if self.lost is not None:
             raise self.lost
-        if self.state is WorldState.BROKEN:
+        if self.is_broken:
             raise recovery.broken_error(self)
         self.heal()
 
     def scale(self, n: int | str | None = None, ranks: RankSelection | None = None) -> None:
         """Change the number of workers to `n`, or keep only these ranks; see `World.scale`."""
         self.receive_waiting()
+        self.wait_until_free(self.everyone)
         if self.is_idle:
             self.heal()
         if not self.state.has_workers:
@@ -389,7 +405,7 @@ class Session(Workers):
             raise self.lost
         if self.is_elsewhere:  # `apply_healed` leaves a head's config alone: machines come and go
             self.config = self.config.with_size(self.size)
-        if self.state is WorldState.BROKEN:
+        if self.is_broken:
             raise recovery.broken_error(self)
         if why:
             raise errors.ScaleError(before, size, why)

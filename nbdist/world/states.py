@@ -48,10 +48,6 @@ class Event(Enum):
     START = "start"
     STARTED = "started"
     START_FAILED = "start failed"
-    TASK = "task started"
-    TASK_DONE = "task done"
-    INTERRUPT = "interrupt"
-    GAVE_UP = "gave up waiting"
     RANK_DIED = "rank died"
     ABORTED = "collectives aborted"
     HEAL = "heal"
@@ -63,15 +59,11 @@ class Event(Enum):
     STOPPED = "all stopped"
 
 
-FORMED = (
-    WorldState.READY,
-    WorldState.RUNNING,
-    WorldState.INTERRUPTING,
-    WorldState.STUCK,
-    WorldState.BROKEN,
-)
-"""The states for which `WorldState.has_workers` is True, except HEALING."""
+FORMED = (WorldState.READY, WorldState.BROKEN)
+"""The states of a world with workers that neither starts, heals nor stops now."""
 
+# No event leads to RUNNING, INTERRUPTING and STUCK: several tasks can run side by side, so
+# `Workers.state` derives these states of a READY world from its tasks.
 # In STARTING no messages of the agent are handled: the notebook only waits for the reply to
 # `StartWorld`.  If a worker exits before the group is formed, that reply is a failure
 # (START_FAILED); the message of a later death is handled in READY.
@@ -79,30 +71,15 @@ TRANSITIONS: dict[tuple[WorldState, Event], WorldState] = {
     (WorldState.STOPPED, Event.START): WorldState.STARTING,
     (WorldState.STARTING, Event.STARTED): WorldState.READY,
     (WorldState.STARTING, Event.START_FAILED): WorldState.STOPPED,
-    (WorldState.READY, Event.TASK): WorldState.RUNNING,
-    (WorldState.RUNNING, Event.TASK_DONE): WorldState.READY,
-    (WorldState.RUNNING, Event.INTERRUPT): WorldState.INTERRUPTING,
-    (WorldState.INTERRUPTING, Event.INTERRUPT): WorldState.INTERRUPTING,
-    (WorldState.INTERRUPTING, Event.TASK_DONE): WorldState.READY,
-    (WorldState.INTERRUPTING, Event.GAVE_UP): WorldState.STUCK,
-    (WorldState.STUCK, Event.INTERRUPT): WorldState.STUCK,
-    (WorldState.STUCK, Event.GAVE_UP): WorldState.STUCK,
-    # The ranks that ignored Stop have finished the task after all.
-    (WorldState.STUCK, Event.TASK_DONE): WorldState.READY,
-    (WorldState.BROKEN, Event.TASK_DONE): WorldState.BROKEN,
     (WorldState.BROKEN, Event.HEAL): WorldState.HEALING,
     (WorldState.READY, Event.SCALE): WorldState.HEALING,
     (WorldState.HEALING, Event.HEALED): WorldState.READY,
     (WorldState.HEALING, Event.HEAL_FAILED): WorldState.BROKEN,
     (WorldState.HEALING, Event.RANK_DIED): WorldState.HEALING,
-    (WorldState.BROKEN, Event.INTERRUPT): WorldState.BROKEN,
-    (WorldState.BROKEN, Event.GAVE_UP): WorldState.BROKEN,
     (WorldState.STOPPING, Event.STOPPED): WorldState.STOPPED,
     # Messages of the workers that were still unread when their end was requested.
     (WorldState.STOPPING, Event.RANK_DIED): WorldState.STOPPING,
     (WorldState.STOPPING, Event.ABORTED): WorldState.STOPPING,
-    (WorldState.STOPPING, Event.TASK_DONE): WorldState.STOPPING,
-    (WorldState.STOPPING, Event.INTERRUPT): WorldState.STOPPING,
     (WorldState.LOST, Event.START): WorldState.STARTING,
     **{(state, Event.RANK_DIED): WorldState.BROKEN for state in FORMED},
     # Collectives were aborted, or connections of the group were closed.

@@ -24,6 +24,7 @@ from nbdist.values.pickling import unpickle
 from nbdist.wire.messages import (
     Aborted,
     Attached,
+    AttachedTask,
     Decided,
     Decision,
     Located,
@@ -127,6 +128,7 @@ class TaskRun:
         # `shows_value`: a rank has displayed the value of the last line.  `was_stalled`: a network
         # between ranks was stalled when Stop came.
         self.is_stopping = self.is_over = self.shows_value = self.was_stalled = False
+        self.is_left = False  # Stop has returned control to the user while ranks ran the task
         self.lost: errors.AgentLost | None = None
         self.recovery_text = self.restart_text = self.why_died = self.differing = (
             self.lacking_text
@@ -148,14 +150,20 @@ class TaskRun:
         return f"<TaskRun {self.task.id[:8]} unfinished {self.unfinished}>"
 
     @classmethod
-    def from_attached(cls, attached: Attached, members: Members) -> Self:
+    def from_attached(cls, attached: Attached, sent: AttachedTask, members: Members) -> Self:
         """Make the run of a task that another notebook has sent, with the original start time."""
-        assert attached.run is not None
-        patience = attached.memory.patience
+        rules = sent.run.rules
+        patience = replace(
+            attached.memory.patience,
+            hang_timeout=rules.hang_timeout,
+            aborts=rules.aborts,
+            timeout=rules.timeout,
+            holds_stop=rules.holds_stop,
+        )
         if patience.control_timeout is None:  # a job until now; from now on a cell waits
             patience = replace(patience, control_timeout=CONTROL_TIMEOUT)
-        started, task = (attached.started, attached.started_ns), task_from(attached.run.task)
-        return cls(task, patience, members, started=started, ended=attached.ended)
+        started = sent.started, sent.started_ns
+        return cls(task_from(sent.run.task), patience, members, started=started, ended=sent.ended)
 
     # --- state ----------------------------------------------------------------------------
 
@@ -297,14 +305,15 @@ class TaskRun:
                 self.places, unfinished = dict(places), self.unfinished
                 self._waiting_places = {r: place for r, place in places.items() if r in unfinished}
             case Aborted(places):
-                self.aborted.update(places)
+                self.aborted.update({r: each for r, each in places.items() if r in self.task.ranks})
                 self._waiting_places = {}
             case Decided(task_id) if task_id == self.task.id:
                 self._handle_decision(message, now)
             case UnresponsiveHosts():
                 self.silent = message
-            case UsageReport(usage):
-                self.usage = {**self.usage, **usage}  # a message covers the ranks of one machine
+            case UsageReport(usage):  # a message covers the ranks of one machine
+                own = {rank: each for rank, each in usage.items() if rank in self.task.ranks}
+                self.usage = {**self.usage, **own}
 
     def _handle_decision(self, decided: Decided, now: float) -> None:
         """Record what the agent or head has decided and does about the task."""

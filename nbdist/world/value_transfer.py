@@ -173,7 +173,7 @@ def bind_steps(
     try:
         yield taken
         if not (taken.stops or taken.error()):
-            bound = commit(session, work, shipped)
+            bound = commit(session, taken, work, shipped)
     finally:
         if bound is None and session.state.has_workers:
             session.release_lent_values(take, take.ranks)
@@ -181,17 +181,17 @@ def bind_steps(
         yield bound
 
 
-def commit(session: Session, work: Work, shipped: Mapping[int, Parcel] | None = None) -> TaskRun:
-    """Let the ranks of the last task bind the values that they have received.
+def commit(
+    session: Session, taken: TaskRun, work: Work, shipped: Mapping[int, Parcel] | None = None
+) -> TaskRun:
+    """Let the ranks of a finished task bind the values that they have received by it.
 
     Raises an error, with nothing bound, if a rank has died or was replaced since, or if no task can
     be sent.  The first Stop does not interrupt the returned task.
     """
-    taken = session.running
-    assert taken is not None
     session.receive_waiting()
     recovery.heal(session)
-    session.check_ready()
+    session.check_ready(taken.task.ranks)
     before, ranks = taken.members.pids, taken.task.ranks
     if lost_ranks := [rank for rank in ranks if session.pids.get(rank) != before[rank]]:
         died, lost = dict(session.replaced), Died(None, time.time_ns())
@@ -314,9 +314,8 @@ def sync(
         running = bind(
             session, session.task(take), OpCall("values.bind_synced", {"wanted": unique})
         )
-    except WorkerError:
-        assert session.running is not None
-        for rank, failure in session.running.transcript.errors.items():
+    except WorkerError as error:
+        for rank, failure in error.errors.items():
             if isinstance(failure, Failure) and failure.name == NAME_PROBLEM:
                 raise UsageError(f"`%dist_sync`, rank {rank}: {failure.message}") from None
         raise
@@ -414,9 +413,10 @@ def restore(
     arguments = {"folder": str(snapshot.folder), "parts": parts, "everyones": everyones}
     load, running = session.task(OpCall("snapshot.load", arguments), ranks=on), None
     try:
-        _check_loaded(session.run(load).by_rank, store, snapshot)
+        loaded = session.submit(load)
+        _check_loaded(session.finish(loaded).by_rank, store, snapshot)
         bind_arguments = {"names": names and [*names], "with_random": from_rank is None}
-        running = commit(session, OpCall("snapshot.bind", bind_arguments))
+        running = commit(session, loaded, OpCall("snapshot.bind", bind_arguments))
     finally:
         if running is None and session.state.has_workers:
             session.release_lent_values(load, on)

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -65,13 +65,14 @@ class KeptVariables(NamedTuple):
 class Workers:
     """The workers of a world, and the connection to their agent.
 
-    `Session` is the subclass that runs tasks.  Only `advance` changes `state`.  Any thread may set
-    `kernel_exiting` when this process is about to end.
+    `Session` is the subclass that runs tasks.  Several tasks can run side by side on different
+    ranks: `runs` has each task of which a rank has not finished, and `running` the task that was
+    sent last.  Any thread may set `kernel_exiting` when this process is about to end.
     """
 
     def __init__(self, config: WorldConfig, attached: Attached | None = None) -> None:
         """Make the spec of a new world and start nothing; or use the spec of an attached world."""
-        self.state = WorldState.STOPPED
+        self._state = WorldState.STOPPED
         self.namespace: dict[str, Any] = sys.modules["__main__"].__dict__
         self.pids: Mapping[int, int] = {}
         self.logs: Mapping[int, str] = {}
@@ -86,6 +87,8 @@ class Workers:
         self.names = NameTable(self.namespace)
         self.dead: dict[int, Died] = {}
         self.replaced: dict[int, Died] = {}  # deaths of restarted ranks, until the user is told
+        # Process ids of dead ranks whose death a cell has reported before they could be replaced.
+        self.told_deaths: set[int] = set()
         self.setup, self.past = Setup(), TaskHistory()
         self.kept = KeptVariables()  # of a restart that has failed, for the next try
         # The policy that was carried out last: a requested restart always heals.
@@ -97,6 +100,12 @@ class Workers:
         self.shows_widgets = False
         self.lost: AgentLost | None = None
         self.running: TaskRun | None = None
+        self.runs: list[TaskRun] = []
+        self.failed_runs: list[TaskRun] = []  # tasks in which ranks died that were not replaced yet
+        # Called before a task is sent: waits until no rank of the task runs another task.
+        self.wait_until_free: Callable[[Collection[int]], None] = lambda ranks: None
+        # Called in each round of the loop that waits for a task: shows other tasks' output.
+        self.step_others: Callable[[], None] = lambda: None
         self.is_reading_items = False  # True while the user's iterable gives items of `World.map`
         self.kernel_exiting = threading.Event()
         self.link_or_none: Link | None = None  # see `link`, which raises errors instead
@@ -140,13 +149,43 @@ class Workers:
 
     @property
     def unfinished(self) -> tuple[int, ...]:
-        """The ranks that have not finished the last task."""
-        return () if self.running is None else self.running.unfinished
+        """The ranks that run a task."""
+        return tuple(sorted(rank for run in self.runs for rank in run.unfinished))
 
     @property
     def is_idle(self) -> bool:
-        """Whether all ranks have finished the last task."""
+        """Whether no rank runs a task."""
         return not self.unfinished
+
+    @property
+    def state(self) -> WorldState:
+        """The state that users read; the state of a world whose ranks run tasks shows that."""
+        busy = [run for run in self.runs if run.unfinished]
+        if self._state is not WorldState.READY or not busy:
+            return self._state
+        if any(run.is_left for run in busy):
+            return WorldState.STUCK
+        are_stopping = any(run.is_stopping for run in busy)
+        return WorldState.INTERRUPTING if are_stopping else WorldState.RUNNING
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether free ranks can run a task now: the ranks share their group, or need none."""
+        return self._state is WorldState.READY
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the group must be formed again, for which no rank may run a task."""
+        return self._state is WorldState.BROKEN
+
+    def find_run(self, task_id: str) -> TaskRun | None:
+        """Return the task with this id, if a rank has not finished it or it was sent last."""
+        known = [*self.runs, self.running] if self.running is not None else self.runs
+        return next((run for run in known if run and run.task.id == task_id), None)
+
+    def is_running(self, run: TaskRun) -> bool:
+        """Whether this task of the present workers still runs on a rank."""
+        return run in self.runs and bool(run.unfinished) and self.state.has_workers
 
     @property
     def link(self) -> Link:
@@ -181,7 +220,7 @@ class Workers:
 
     def advance(self, event: Event) -> None:
         """Change the state according to an event.  No other function changes it."""
-        self.state = next_state(self.state, event)
+        self._state = next_state(self._state, event)
 
     def configure(self, config: WorldConfig, spec: WorldSpec | None = None, name: str = "") -> None:
         """Use this config and this spec for the next start.
@@ -221,6 +260,7 @@ class Workers:
     def reset(self) -> None:
         """Clear the tables about earlier workers before a start; keep set-up cells and curves."""
         self.lost, self.dead, self.replaced, self._renumbered = None, {}, {}, None
+        self.runs, self.failed_runs, self.told_deaths = [], [], set()
         if self.widgets is not None:
             self.widgets.end()
         self.joined, self._remembered = {}, HandoverState()
@@ -277,7 +317,7 @@ class Workers:
         ranks = tuple(self.dead)
         self.names.record_replaced(ranks, made, brought)
         self.replaced |= self.dead
-        self.dead = {}
+        self.dead, self.failed_runs = {}, []
         return ranks
 
     def pop_replaced(self) -> dict[int, Died]:
@@ -308,7 +348,7 @@ class Workers:
         patience: Patience | None = None,
         shipped: Mapping[int, Parcel] | None = None,
     ) -> TaskRun:
-        """Send a task to its ranks; the state has to be READY.
+        """Send a task to its ranks, which must be free; `is_whole` has to be True.
 
         `shipped` has by rank the names and objects that the task brings to the rank.
         """
@@ -332,7 +372,8 @@ class Workers:
         run = messages.RunTask(task.id, task.ranks, pack(task), task.segments, running.rules)
         link = self.link
         self.remember(running.patience)
-        self.advance(Event.TASK)
+        self.runs = [run for run in self.runs if run.unfinished]
+        self.runs.append(running)
         self.running = running
         running.sent_at = self.names.record_sent(running.shipped_names())
         with running.counting_stops():  # Stop may come when ranks have begun already

@@ -219,14 +219,25 @@ class World:
     @property
     def _started(self) -> Session:
         """The session, with workers that are started now if they never were before."""
-        if self.state is WorldState.STOPPED and not self.pids:
-            self.start()
+        self._start_if_new()
         return self._ready
 
     @property
     def _ready(self) -> Session:
-        """The session; `PoolWorld` first waits until its ranks can get a task."""
+        """The session; `PoolWorld` first waits until all ranks can get a task."""
         return self.session
+
+    def _start_if_new(self) -> None:
+        if self.state is WorldState.STOPPED and not self.pids:
+            self.start()
+
+    def _select(self, ranks: RankSelection | None, rank: int | None) -> tuple[int, ...]:
+        """Return the ranks that the arguments select; starts the workers if they never were.
+
+        `PoolWorld` then waits until no job runs on the ranks.
+        """
+        self._start_if_new()
+        return self.session.select_ranks(ranks, rank)
 
     def shutdown(self) -> None:
         """End all workers and their agent; log a warning if processes are left elsewhere."""
@@ -271,10 +282,10 @@ class World:
         Raises:
             WorkerError: the source raised on a rank; WorkerDied: a rank's process ended.
         """
-        session = self._started
+        on, session = self._select(ranks, rank), self.session
         fetch = tuple(fetch)
         brings_small = not fetch
-        task = session.task(source, ranks=ranks, rank=rank, fetch=fetch, brings_small=brings_small)
+        task = session.task(source, ranks=on, fetch=fetch, brings_small=brings_small)
         if names and not setup:
             check_needs(names, session.namespace)
             with remote_call.sending(session, names, task.ranks) as (payloads, parcels):
@@ -330,7 +341,7 @@ class World:
         """
         try:
             selection = remote_call.pop_selection(function, kwargs)
-            on = self._started.select_ranks(**selection)
+            on = self._select(selection.get("ranks"), selection.get("rank"))
             return remote_call.run_call(self.session, function, args, kwargs, on)
         except Exception as error:  # noqa: BLE001 (it can be what a rank raised)
             raise error.with_traceback(None)  # noqa: B904 (it is the same error, with less to read)
@@ -398,10 +409,9 @@ class World:
             UsageError: an item, or a result, cannot be pickled, or has more than 32 MiB and goes to
                 or comes from another machine.
         """
-        session = self._started
-        selects = ranks is not None or rank is not None
-        on = session.select_ranks(ranks, rank) if selects else None
-        item_map = ItemMap(session, function, items, on, on_error)
+        chosen = self._select(ranks, rank)
+        on = None if ranks is None and rank is None else chosen
+        item_map = ItemMap(self.session, function, items, on, on_error)
         return item_map.as_completed() if as_completed else item_map.results()
 
     def run_script(
@@ -419,7 +429,7 @@ class World:
         SyntaxError.  Raises the errors of `execute` if the last attempt has failed.
         """
         script = find_script("module" if module else "file", program, args)
-        task = self._started.task(script, ranks=ranks, rank=rank)
+        task = self.session.task(script, ranks=self._select(ranks, rank))
         return remote_call.run(self.session, task, max_restarts)
 
     def call(
@@ -434,7 +444,7 @@ class World:
 
         `.rank(i)` of the result is the op's value on rank i.  Raises the errors of `execute`.
         """
-        on = self._started.select_ranks(ranks, rank)
+        on = self._select(ranks, rank)
         return remote_call.run(self.session, self.session.task(OpCall(op, arguments), ranks=on))
 
     def gather(
@@ -472,7 +482,7 @@ class World:
         value_transfer.check_expressions(names)  # first: a bad expression starts no workers
         if join not in (None, *get_args(Joining)):
             raise UsageError(f'`join={join!r}`: use "stack" or "cat".')
-        on = self._started.select_ranks(ranks, rank)
+        on = self._select(ranks, rank)
         session, only = self.session, None if rank is None else on[0]
         run_task = lambda task: remote_call.run(session, task).by_rank  # noqa: E731
         values = value_transfer.gather(session, names, on, run_task, rank=only, how=join, dim=dim)
@@ -509,7 +519,7 @@ class World:
             UsageError: the value cannot be split, or a part cannot be pickled; nothing is
                 bound.
         """
-        on = self._started.select_ranks(ranks, rank)
+        on = self._select(ranks, rank)
         with closing(Scatter(self.session, name, value, on, dim)) as scatter:
             for _ in scatter.packing():
                 pass
@@ -544,17 +554,19 @@ class World:
         return self.session.follow(running, answers=answers)
 
     def catch_up(self) -> CellResult[Any] | None:
-        """Show the output of the task that ran when this world was attached, until the task ends.
+        """Show the output of the tasks that ran when this world was attached, until all have ended.
 
-        Returns and raises as `execute`; returns None if no task ran then, or if it is over.
+        Returns the result of the last task, and raises as `execute`; returns None if no task ran
+        then, or if all are over.
         """
-        running = self.session.running
-        if running is None or running.is_over:
-            return None
-        try:
-            return remote_call.outcome(self.session, [running])
-        finally:
-            self.session.release_values(running)
+        result = None
+        for running in [*self.session.runs]:  # in the order in which the tasks were sent
+            if not running.is_over:
+                try:
+                    result = remote_call.outcome(self.session, [running])
+                finally:
+                    self.session.release_values(running)
+        return result
 
     def interrupt(self) -> None:
         """Interrupt the ranks that run a task; do nothing if no rank runs a task."""

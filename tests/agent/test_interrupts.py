@@ -116,7 +116,7 @@ def watched(bench: Source, runner: asyncio.Runner) -> Iterator[Watched]:
 SLEEPS = "import time; time.sleep(600)"
 
 
-async def abort_nothing() -> bool:
+async def abort_nothing(task_ids: object) -> bool:
     """Answer like ranks that have no collective to abort."""
     return True
 

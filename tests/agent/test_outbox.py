@@ -188,7 +188,7 @@ async def test_ends_and_failures_do_not_wait(last: Output, notebook: Reader) -> 
 
 async def test_ends_of_all_ranks_leave_together(notebook: Reader) -> None:
     """The end of a rank waits while other ranks run; the last rank's end leaves with all others."""
-    notebook.outbox.mark_running(range(3))
+    notebook.outbox.mark_running("cell", range(3))
     for rank in range(3):
         assert notebook.batches == []
         notebook.outbox.add(rank, "cell", Done("ok", 0.1))
@@ -199,10 +199,10 @@ async def test_ends_of_all_ranks_leave_together(notebook: Reader) -> None:
 
 async def test_outputs_of_an_ended_world_are_dropped(notebook: Reader) -> None:
     """After `clear` old outputs are not sent, and the next cell's end waits for no old rank."""
-    notebook.outbox.mark_running(range(3))
+    notebook.outbox.mark_running("cell", range(3))
     notebook.say("old")
     notebook.outbox.clear()
-    notebook.outbox.mark_running([0])
+    notebook.outbox.mark_running("cell", [0])
     notebook.outbox.add(0, "cell", Done("ok", 0.1))
     await few_turns()
     assert [output for _, _, output in notebook.items] == [Done("ok", 0.1)]

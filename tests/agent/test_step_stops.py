@@ -104,7 +104,7 @@ async def test_ranks_that_have_ended_report_their_steps(ranks: list[Watched]) ->
     await asyncio.gather(*(each.ends() for each in ranks[1 : len(STEPS)]))
     workers = [each.worker for each in ranks]
 
-    async def abort_nothing() -> bool:
+    async def abort_nothing(task_ids: object) -> bool:
         return True
 
     stopping = Interrupter(abort_nothing, lambda places: None)

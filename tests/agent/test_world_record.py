@@ -79,7 +79,7 @@ def test_a_world_exists_from_start_to_stop(lab: Lab) -> None:
     lab.record.record_received(messages.AgentRequest(7, messages.GetStatus()))
     there = lab.there
     # The next call gets a new number: answers to old calls are for nobody.
-    assert (there.pids, there.spec, there.run, there.next_call) == (STARTED.pids, spec(), None, 8)
+    assert (there.pids, there.spec, there.tasks, there.next_call) == (STARTED.pids, spec(), (), 8)
     assert (there.is_whole, there.dead, lab.said, lab.record.state) == (True, {}, [], "ready")
     lab.ask(messages.StopWorld(1.0))
     assert not lab.record.has_world
@@ -96,12 +96,13 @@ def test_an_unfinished_cell_is_replayed_whole(lab: Lab) -> None:
     lab.record.mark_all_acknowledged()
     lab.say(1, Text("stdout", "two"))
     assert lab.said == [(0, Text("stdout", "one")), (1, Text("stdout", "two"))]
-    assert lab.there.run == messages.RunTask("task", (0, 1), b"")
-    assert lab.there.started > 0
+    (task,) = lab.there.tasks
+    assert task.run == messages.RunTask("task", (0, 1), b"")
+    assert task.started > 0
     assert lab.record.state == "busy"
     for rank in (0, 1):
         lab.say(rank, DONE)
-    assert lab.there.ended.keys() == {0, 1}
+    assert lab.there.tasks[0].ended.keys() == {0, 1}
     assert (lab.there.bound, lab.there.forgotten) == ({0: {"x": None}, 1: {"x": None}}, 0)
 
 
@@ -111,11 +112,33 @@ def test_a_finished_cell_is_not_replayed(lab: Lab) -> None:
     for rank in (0, 1):
         lab.say(rank, Done("ok", 1.0, frozenset({"np"}), {"np": "numpy"}))
     lab.record.mark_all_acknowledged()
-    assert (lab.there.run, lab.said, lab.there.forgotten) == (None, [], 1)
+    assert (lab.there.tasks, lab.said, lab.there.forgotten) == ((), [], 1)
     assert lab.there.bound[0] == {"np": "numpy"}
     lab.run("next")
     lab.say(0, Done("ok", 1.0, gone=frozenset({"np"})), "next")
     assert lab.there.bound[0] == {}
+
+
+def test_tasks_side_by_side_are_replayed_until_each_has_finished(lab: Lab) -> None:
+    """Each of two tasks has its own outputs; the end of the shorter task forgets only this task."""
+    lab.begin(2, 0)
+    lab.say(0, Text("stdout", "a"), "task2")
+    lab.run("cell", 1)
+    lab.say(1, Text("stdout", "b"), "cell")
+    lab.say(0, Text("stdout", "c"), "task2")
+    assert [task.run.id for task in lab.there.tasks] == ["task2", "cell"]
+    assert lab.said == [(0, Text("stdout", "ac")), (1, Text("stdout", "b"))]
+    lab.say(1, DONE, "cell")
+    assert [[*task.ended] for task in lab.there.tasks] == [[], [1]]
+    lab.record.mark_all_acknowledged()
+    assert [task.run.id for task in lab.there.tasks] == ["task2"]
+    assert (lab.said, lab.record.running_ranks) == ([(0, Text("stdout", "ac"))], {0})
+    assert (lab.record.state, lab.there.forgotten) == ("busy", 1)
+    lab.begin(3, 1)
+    lab.say(0, Died(-9, 1, pid=10), "task2")
+    assert (lab.record.running_ranks, [*lab.there.dead]) == ({1}, [0])
+    found = lab.record.tasks
+    assert (found.last.ranks, found.failed.ranks, found.failed.troubles[0].rank) == ((1,), (0,), 0)
 
 
 def test_dead_ranks_stay_dead_until_replaced(lab: Lab) -> None:

@@ -124,7 +124,7 @@ class SimulatedAgent:
     def _receive(self, message: NodeDown) -> None:
         match message:
             case RunTask(task_id, ranks, packed):
-                self._outbox.mark_running(ranks)
+                self._outbox.mark_running(task_id, ranks)
                 task = task_from(packed)
                 for rank in ranks:
                     for output in _outputs_of(task, rank):

@@ -4,13 +4,13 @@
     python -m tests.faults.actions --seed 77 --actions 100 --busy 4
 
 What a user does, in an IPython shell: cells that bind, change and delete variables, fail, wait for
-what never comes, are stopped or run in the background; variables sent, gathered, scattered, copied,
-saved and restored; ranks that die or are restarted, more ranks and fewer.  After each action all
-ranks have to have what `tests.faults.oracle` says, in the same processes as before, and nbdist has
-to have named what was lost.  The first action after which it is not so is printed with its seed and
-step, and ends the program with exit code 1.  So does what has grown: at the end notebook, agent and
-fork server have as much memory, and as many descriptors, threads and processes, as after the first
-actions.
+what never comes, are stopped, or run in the background beside others; variables sent, gathered,
+scattered, copied, saved and restored; ranks that die or are restarted, more ranks and fewer.  After
+each action all ranks have to have what `tests.faults.oracle` says, in the same processes as before,
+and nbdist has to have named what was lost.  The first action after which it is not so is printed
+with its seed and step, and ends the program with exit code 1.  So does what has grown: at the end
+notebook, agent and fork server have as much memory, and as many descriptors, threads and processes,
+as after the first actions.
 """
 
 from __future__ import annotations
@@ -393,10 +393,50 @@ class Notebook:
             with open(gate, "w"):
                 self.run(self.dice.choice(("job.wait()", "pass")))
 
+    def beside(self) -> None:
+        """Run a job on some ranks, and cells on the others that may fail, wait in vain, or die."""
+        everyone, gate = self.oracle.everyone, f"{self.folder}/{time.monotonic_ns()}-"
+        busy = sorted(self.dice.sample(everyone, self.dice.randint(1, len(everyone) - 1)))
+        others = [rank for rank in everyone if rank not in busy]
+        kinds = self.kinds()
+        self.oracle.use(kinds, busy)
+        before, changing = self.oracle.copy(), self.changing(busy, kinds)
+        waiting = f"import os, time\nwhile not os.path.exists({gate!r}): time.sleep(0.01)\n"
+        self.run(f"%%distributed --no-wait -o job -r {format_ranks(busy)}\n{waiting}{changing}")
+        if is_stopped := self.is_so():
+            self.oracle = before
+        self.cell(others, self.changing(others))
+        dead = self._end_beside(others)
+        if is_stopped:
+            self.run("%dist_interrupt")
+        else:
+            with open(gate, "w"):
+                self.run("job.wait()")
+        self.run("%distributed pass")
+        if dead:
+            self.oracle.lose(dead)
+
+    def _end_beside(self, others: Sequence[int]) -> list[int]:
+        """Run a last cell on ranks beside a job; return the ranks that have died in it."""
+        rank = self.dice.choice(others)
+        match self.dice.choice(("succeed", "raise", "wait", "die")):
+            case "succeed":
+                self.cell(others, self.changing(others))
+            case "raise":
+                lines = f"if rank == {rank}: raise ValueError('bad')\n"
+                self.cell(others, self.changing(others) + lines, ValueError)
+            case "wait":
+                waits = self.dice.choice(COLLECTIVES)
+                self.cell(others, self.changing(others) + waits, RanksReleased)
+            case "die":
+                self.cell(others, f"if rank == {rank}: os._exit(3)", WorkerDied)
+                return [rank]
+        return []
+
 
 NAMED = (
     "bind bind change change forget bind_here bind_here push gather scatter sync raises skips dies "
-    "dies_while_idle stop stop_command restart scale snapshot restore job"
+    "dies_while_idle stop stop_command restart scale snapshot restore job beside beside"
 )
 ACTIONS: list[Callable[[Notebook], None]] = [getattr(Notebook, name) for name in NAMED.split()]
 

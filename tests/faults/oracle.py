@@ -274,7 +274,9 @@ class Oracle:
             had, has = self.own(rank), self.ranks[rank]
             self.lost[rank] = {*names_of(had.keys() - {*keep})}
             own = {kind for kind, held in had.items() if held.is_own}
-            self.missing[rank] = (self.missing.get(rank, set()) | own | changed) - {*keep}
+            # A variable that the rank never had is sent to the new process as to any rank.
+            lacks = self.missing.get(rank, set()) | own | (changed & has.keys())
+            self.missing[rank] = lacks - {*keep}
             self.ranks[rank] = {
                 kind: replace(has[kind], is_own=True, is_old=False) for kind in keep
             }

@@ -260,11 +260,12 @@ def test_a_death_after_parts_are_taken_binds_nothing(old: World) -> None:
     scatter = Scatter(old.session, "x", ["new", "new"])
     assert [*scatter.packing()] == []
     take, bind = scatter.tasks()
-    old.session.run(take)
+    taken = old.session.submit(take)
+    old.session.finish(taken)
     os.kill(old.pids[0], signal.SIGKILL)
     wait_until(lambda: old.session.receive(0.01) or 0 in old.session.dead)
     with pytest.raises(WorkerDied, match=DEATH):
-        commit(old.session, bind)
+        commit(old.session, taken, bind)
     assert values(old) == ["None", "old"]
 
 

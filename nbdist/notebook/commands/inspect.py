@@ -309,7 +309,7 @@ def dist_output(line: MagicCall) -> CommandOutput | str | None:
     if pool.last is None or pool.world is None:
         raise UsageError("No distributed cell has run yet, so there is no output to show.")
     pool.request = request_of(pool.shell)  # this page has the output now: no note on missed output
-    pool.show_job()
+    pool.show_jobs()
     past, number = pool.past_cells.past(pool.last.transcript), line.options.cell
     if not -len(past) <= number < 0:
         raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from IPython.core.magic_arguments import argument
 
@@ -11,7 +12,8 @@ from nbdist.errors import Interrupted, NbdistError, UsageError, WorldBroken
 from nbdist.notebook.cells import check_end, follow_steps, outcome_of, run_steps
 from nbdist.notebook.command import MagicCall, command
 from nbdist.notebook.commands.cells import send, sending_options
-from nbdist.notebook.jobs import CellSteps
+from nbdist.notebook.display import CellDisplay
+from nbdist.notebook.jobs import CellPlace, CellSteps, Job
 from nbdist.notebook.options import (
     JoinRanks,
     immediate_options,
@@ -19,12 +21,15 @@ from nbdist.notebook.options import (
     typed_options,
     world_options,
 )
+from nbdist.notebook.pool import Pool
 from nbdist.output.transcript import is_consequence
 from nbdist.output.wording import seconds_text
 from nbdist.words import count, name_ranks
+from nbdist.world import recovery
 from nbdist.world.agents import RunningWorld, find_attachable, worlds
 from nbdist.world.recovery import healing_text, scaled_text
 from nbdist.world.spec import parse_size
+from nbdist.world.task_run import TaskRun
 from nbdist.world.world import take_over
 
 
@@ -64,25 +69,39 @@ def dist_restart(line: MagicCall) -> str:
     return " · ".join(filter(None, [line.pool.ready_text, new, hint]))
 
 
-@command()
+@command(ranks_option)
 def dist_interrupt(line: MagicCall) -> str:
-    """Stop what the workers run, as the Stop button does, also a `--no-wait` cell."""
-    pool = line.pool
-    if (job := pool.job) is not None:
+    """Stop what the workers run, as the Stop button does, also `--no-wait` cells.
+
+    With `-r 0` only the cells that run on these ranks.
+    """
+    pool, chosen = line.pool, None if line.options.ranks is None else {*line.ranks}
+    jobs = [job for job in pool.jobs if chosen is None or not chosen.isdisjoint(job.ranks)]
+    for job in jobs:
         job.interrupt()
-        try:
-            job.wait(CONTROL_TIMEOUT)  # as long as Stop waits for ranks
-        except (NbdistError, Interrupted) as end:
-            return str(end)
-        return f"{job.title} had ended"
-    running = pool.world.session.running if pool.world is not None else None
-    if pool.world is None or running is None or not running.unfinished:
-        return "no cell is running on the workers"
-    pool.world.interrupt()
+    ends = dict.fromkeys(_end_of(job) for job in jobs)
+    others = [
+        run
+        for run in (pool.world.session.runs if pool.world is not None else ())
+        if run.unfinished and (chosen is None or not chosen.isdisjoint(run.unfinished))
+    ]
+    if jobs or pool.world is None or not others:
+        return "; ".join(ends) or "no cell is running on the workers"
+    running = others[-1]
+    recovery.interrupt(pool.world.session, running)
     run_steps(follow_steps(pool, pool.world, running, pool.display()))
     if running.unfinished or not all(map(is_consequence, running.transcript.errors.values())):
         check_end(pool, pool.world, running, stopped=False)
     return str(Interrupted(running.task.ranks, damage=running.damage))
+
+
+def _end_of(job: Job) -> str:
+    """Wait for a job that was interrupted, as long as Stop waits for ranks; say how it ended."""
+    try:
+        job.wait(CONTROL_TIMEOUT)
+    except (NbdistError, Interrupted) as end:
+        return str(end)
+    return f"{job.title} had ended"
 
 
 @command()
@@ -156,8 +175,8 @@ def dist_scale(line: MagicCall) -> str:
 def dist_attach(line: MagicCall) -> str | None:
     """Connect to workers that were started with `--detach` and whose notebook has ended.
 
-    Shows what their cell has printed meanwhile and follows it while it runs; variables and
-    everything else are as before.
+    Shows what their cells have printed meanwhile and follows the newest while it runs; others
+    run on as with `--no-wait`.  Variables and everything else are as before.
     """
     pool, options = line.options.pool, line.options
     candidates = [each for each in worlds() if pool in (None, each.info.pool)]
@@ -172,11 +191,19 @@ def dist_attach(line: MagicCall) -> str | None:
         )
     world = take_over(chosen, line.pool.shell.user_ns)
     line.pool.attach(world)
-    running = world.session.running
-    if running is None:
+    if not world.session.runs:
         return f"{_title(chosen)} · no cell has run meanwhile"
+    *others, running = world.session.runs
     line.display.add_note(f"{_title(chosen)} · {running.task.title}")
-    send(line, _steps(line))
+    for each in others:
+        # As `--no-wait`: Stop of this cell does not stop them, and they never return control.
+        each.patience = replace(each.patience, control_timeout=None)
+        display = line.pool.display()
+        display.add_note(each.task.title)
+        steps = _steps(line.pool, each, display)
+        job = Job(steps, next(steps), "", CellPlace(line.pool.shell))
+        line.pool.begin_job(job)
+    send(line, _steps(line.pool, running, line.display))
     return None
 
 
@@ -187,14 +214,11 @@ def _title(world: RunningWorld) -> str:
     return f"attached to {world.info.name}, {ago} without a notebook"
 
 
-def _steps(line: MagicCall) -> CellSteps:
-    pool = line.pool
+def _steps(pool: Pool, running: TaskRun, display: CellDisplay) -> CellSteps:
     assert pool.world is not None
-    running = pool.world.session.running
-    assert running is not None
     world, pool.last = pool.world, running
-    yield from follow_steps(pool, world, running, line.display)
+    yield from follow_steps(pool, world, running, display)
     try:
-        return outcome_of(pool, world, running, line.display)
+        return outcome_of(pool, world, running, display)
     finally:
         world.session.release_values(running)

@@ -271,7 +271,9 @@ def save_due_snapshot(pool: Pool) -> None:
     If the snapshot fails, a line says why, and the cell still succeeds.
     """
     routine = pool.routine
-    if not routine.is_due() or pool.world is None:
+    if pool.world is None or not pool.world.session.is_idle:
+        return  # a snapshot has the variables of all ranks, so the next cell counts instead
+    if not routine.is_due():
         return
     try:
         _save_snapshot(pool, pool.world, *routine.selection)

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -88,6 +88,20 @@ def subgroups_of(default: ProcessGroup) -> dict[str, ProcessGroup]:
     """Return all groups but the default one, by name."""
     names = distributed_c10d._world.pg_names
     return {str(name): group for group, name in names.items() if group is not default}
+
+
+def count_collectives(group: ProcessGroup) -> int:
+    """Return a number that grows with each collective that this rank begins in a group.
+
+    The group's own number stands still once its backend was replaced (torch 2.13), so the numbers
+    of the backends are used.  Backends without numbers count as 0.  Takes some 10 µs.
+    """
+    count = 0
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        with suppress(RuntimeError):
+            count += int(backend._get_sequence_number_for_group())
+    return count
 
 
 def default_store() -> Any:

@@ -9,7 +9,7 @@ thread aborts it and forms it again.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -114,6 +114,23 @@ class Group:
             if (backend := nccl.nccl_of(group)) is not None:
                 members[name + OF_NCCL + backend.name()] = ranks
         return members
+
+    def count_beyond(self, ranks: Collection[int]) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Return by name the groups that have members outside of `ranks`.
+
+        The values are how many collectives this rank has begun in the group, and these members.
+        """
+        subgroups = self._default.subgroups()
+        members = {name: dist.get_process_group_ranks(group) for name, group in subgroups.items()}
+        members[WORLD] = [*range(self.size)]
+        beyond = {n: tuple(r for r in on if r not in ranks) for n, on in members.items()}
+        groups = {WORLD: self._default.group, **subgroups}
+        return {n: (seam.count_collectives(groups[n]), on) for n, on in beyond.items() if on}
+
+    @property
+    def size(self) -> int:
+        """The number of ranks of the world."""
+        return self._start.world.world_size
 
     @property
     def uses_nccl(self) -> bool:

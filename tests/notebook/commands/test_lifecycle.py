@@ -193,3 +193,37 @@ def test_workers_survive_a_restart_of_the_kernel(
     assert kill_world(name) == 0
     assert "SIGTERM" not in notebook.run("%%distributed\npass").error
     assert named(name) == []
+
+
+@pytest.mark.own_agent
+def test_tasks_side_by_side_outlive_their_notebook(
+    fresh: Callable[..., Notebook], name: str, tmp_path: Path
+) -> None:
+    """The next notebook shows the output of both; the newest is a cell, the other a job."""
+    gates = [tmp_path / "first", tmp_path / "second"]
+    first = fresh("%load_ext nbdist")
+    assert first.run(f"%%distributed -n 2 --detach --name {name}\nimport os, time").errors == []
+    for rank, gate in enumerate(gates):
+        loop = f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)"
+        cell = f"print('begun', rank)\n{loop}\nkept = rank + 5\nprint('ended', rank)"
+        assert first.run(f"%%distributed -r {rank} --no-wait\n{cell}").errors == []
+    os.kill(first.process.pid, signal.SIGKILL)
+    wait_until(lambda: named(name)[0].is_detached, "its notebook is gone")
+    assert named(name)[0].info.state == "busy"
+    second = fresh("%load_ext nbdist", env=NO_AGENT)
+
+    def open_gate(outcome: Outcome) -> None:
+        if outcome.updates:  # the panel is live
+            gates[1].touch()
+
+    attached = second.run(f"%dist_attach {name}", open_gate)
+    assert attached.errors == []
+    assert "begun 0" in attached.seen
+    assert "begun 1" in attached.seen
+    assert "ended 1" in attached.seen
+    assert "ended 0" not in attached.seen
+    assert second.run("%dist_gather kept -r 1").errors == []
+    gates[0].touch()
+    assert second.run("%dist_gather kept").errors == []
+    assert second.value("kept") == [5, 6]
+    assert second.run("%dist_shutdown").text == "workers ended"

@@ -1,0 +1,244 @@
+"""Tests of cells that run at the same time on different ranks: jobs beside other cells."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.notebook.front_end import Notebook
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.shared_world
+
+WAITS = "import os, time\nwhile not os.path.exists({file!r}): time.sleep(0.01)\n"
+"""The beginning of a job that ends once the file exists."""
+
+
+@pytest.fixture
+def four(notebook: Notebook) -> Iterator[Notebook]:
+    """A notebook with four workers, all of which are free again afterwards."""
+    yield notebook
+    notebook.run("%dist_interrupt")
+    assert (
+        notebook.run("%%distributed\nimport torch.distributed as dist\ndist.barrier()").errors == []
+    )
+
+
+@pytest.fixture
+def end(tmp_path: Path) -> Path:
+    """The file whose existence ends a job that `begin` has sent."""
+    return tmp_path / "may-end"
+
+
+def begin(notebook: Notebook, ranks: str, end: Path, rest: str = "rank", name: str = "a") -> None:
+    """Send a job to these ranks that waits until the file exists, and then runs the rest."""
+    first = f"%%distributed -r {ranks} --no-wait -o {name}\n"
+    assert notebook.run(first + WAITS.format(file=str(end)) + rest).errors == []
+
+
+def text_of(notebook: Notebook, source: str) -> str:
+    """Run a magic; return the last text of its own display: panels of jobs change meanwhile."""
+    ran = notebook.run(source)
+    shown = ran.displays[-1]
+    of_it = [each for each in ran.updates if each["transient"] == shown["transient"]]
+    return str([shown, *of_it][-1]["data"]["text/plain"])
+
+
+def done(notebook: Notebook, name: str = "a") -> bool:
+    """Return whether the job has ended."""
+    return bool(notebook.value(f"{name}.done()"))
+
+
+def test_a_cell_runs_beside_a_job_of_other_ranks(four: Notebook, end: Path) -> None:
+    """The cell does not wait, has its own panel and result; the job goes on, and ends in time."""
+    begin(four, "0", end, "print('end of the job')\nrank * 10")
+    ran = four.run("%%distributed -r 1-3 -o b\nprint('beside', rank)\nrank")
+    assert ran.errors == []
+    assert "Waiting for" not in ran.seen
+    assert "beside 1" in ran.seen
+    assert four.value("dict(b.items())") == {1: 1, 2: 2, 3: 3}
+    assert done(four) is False
+    status = text_of(four, "%dist_status")
+    lines = [line.split() for line in status.splitlines()]
+    job, *others = (line for line in lines if line[1:2] in (["busy"], ["idle"]))
+    assert job[:2] == ["0", "busy"]
+    assert [each[1] for each in others] == ["idle"] * 3
+    end.touch()
+    assert four.value("dict(a.result().items())") == {0: 0}
+
+
+def test_the_status_shows_which_rank_runs_which_cell(four: Notebook, tmp_path: Path) -> None:
+    """With two jobs at once, a column of the status has the number of each rank's cell."""
+    ends = {name: tmp_path / name for name in "ab"}
+    begin(four, "0", ends["a"])
+    begin(four, "1,3", ends["b"], name="b")
+    lines = [line.split() for line in text_of(four, "%dist_status").splitlines()]
+    heading = next(line for line in lines if line[:1] == ["rank"])
+    assert heading[:4] == ["rank", "state", "cell", "pid"]
+    cells = {line[0]: line[4] for line in lines if line[1:2] == ["busy"]}
+    assert cells.keys() == {"0", "1", "3"}
+    assert cells["1"] == cells["3"] != cells["0"]
+    ends["b"].touch()
+    assert four.value("dict(b.result().items())") == {1: 1, 3: 3}
+    assert done(four) is False
+    ends["a"].touch()
+    assert four.value("dict(a.result().items())") == {0: 0}
+
+
+def test_a_cell_that_overlaps_a_job_waits(four: Notebook, end: Path) -> None:
+    """A cell on a rank of the job says that it waits; Stop ends only its wait."""
+    begin(four, "0-1", end)
+    stop = four.stop_at("Waiting for `a` (running for ")
+    said = four.run("%%distributed -r 1-2\nnever = 1", stop).error
+    assert said.startswith("KeyboardInterrupt: Stopped. This cell has not run; `a` keeps running")
+    assert done(four) is False
+    end.touch()
+    waited = four.run("%%distributed -r 1-2\n'never' in globals()")
+    assert waited.errors == []
+    assert done(four) is True
+
+
+def test_magics_wait_only_for_their_ranks(four: Notebook, end: Path) -> None:
+    """`%dist_gather -r 1-3` runs beside a job of rank 0; without `-r` it waits for the job."""
+    assert four.run("%%distributed\nown = rank + 1").errors == []
+    begin(four, "0", end, "own = 100")
+    assert four.run("%dist_gather own -r 1-3").errors == []
+    assert four.value("own") == [2, 3, 4]
+    assert four.run("sent = 5\n%dist_push sent -r 2").errors == []
+    assert four.value("__import__('nbdist').current_world().gather('sent', rank=2)") == 5
+    assert done(four) is False
+    stop = four.stop_at("Waiting for `a` (running for ")
+    assert "keeps running" in four.run("%dist_gather own", stop).error
+    end.touch()
+    assert four.run("%dist_gather own").errors == []
+    assert four.value("own") == [100, 2, 3, 4]
+
+
+def test_stop_in_a_cell_leaves_the_job_alone(four: Notebook, end: Path) -> None:
+    """Stop ends the cell that waits in a collective of its own group; the job is unaffected."""
+    groups = "sub = dist.new_group([1, 2, 3])"
+    assert four.run(f"%%distributed\nimport torch.distributed as dist\n{groups}").errors == []
+    begin(four, "0", end, "kept = 7")
+    cell = "print('now')\nif rank == 1: time.sleep(600)\ndist.barrier(group=sub)"
+    stopped = four.run(f"%%distributed -r 1-3\nimport time\n{cell}", four.stop_at("now"))
+    assert stopped.error.startswith("KeyboardInterrupt: Stopped on ranks 1-3.")
+    assert done(four) is False
+    end.touch()
+    assert four.run("a.result()").errors == []
+    after = four.run("%%distributed\nx = torch.ones(1)\ndist.all_reduce(x)\nx.item()")
+    assert after.errors == []
+    assert four.run("%dist_gather kept -r 0").errors == []
+
+
+def test_an_interrupt_stops_the_job_that_is_named(four: Notebook, tmp_path: Path) -> None:
+    """`job.interrupt()` and `%dist_interrupt -r` stop one job; the other goes on."""
+    ends = {name: tmp_path / name for name in "abc"}
+    begin(four, "0", ends["a"])
+    begin(four, "1", ends["b"], name="b")
+    begin(four, "2", ends["c"], name="c")
+    four.run("b.interrupt()")
+    assert four.run("b.wait(9)").error.startswith("KeyboardInterrupt: Stopped on rank 1.")
+    assert text_of(four, "%dist_interrupt -r 2").startswith("Stopped on rank 2.")
+    assert [done(four, name) for name in "abc"] == [False, True, True]
+    ends["a"].touch()
+    assert four.value("dict(a.result().items())") == {0: 0}
+
+
+def test_a_timeout_ends_only_its_cell(four: Notebook, end: Path) -> None:
+    """`--timeout` of a cell counts beside a job, and stops the ranks of the cell alone."""
+    begin(four, "0", end)
+    late = four.run("%%distributed -r 1-3 --timeout 0.3\nimport time\ntime.sleep(600)")
+    assert late.error.startswith("CellTimeout: ")
+    assert done(four) is False
+    assert four.run("%%distributed -r 1-3\npass").errors == []
+    end.touch()
+    assert four.value("dict(a.result().items())") == {0: 0}
+
+
+def test_a_death_ends_only_its_own_task(four: Notebook, end: Path) -> None:
+    """The job of another rank goes on; the dead rank is replaced once the job has ended."""
+    assert four.run("%%distributed\nown = rank + 1").errors == []
+    begin(four, "0", end, "own = 50")
+    killed = four.run("%%distributed -r 1-3\nimport os\nif rank == 2: os.kill(os.getpid(), 9)")
+    assert killed.error.startswith("WorkerDied: rank 2 on ")
+    assert "Rank 2 is replaced, and its variables are gone, once rank 0 has ended" in killed.error
+    assert done(four) is False
+    stop = four.stop_at("All ranks must be free, so that they can form their process group again.")
+    assert "keeps running" in four.run("%%distributed -r 1\npass", stop).error
+    end.touch()
+    healed = four.run("%%distributed -r 1,3\nown")
+    assert healed.errors == []
+    assert "while no cell was running" not in healed.seen
+    assert four.run("%dist_gather own -r 0,1,3").errors == []
+    assert four.value("own") == [50, 2, 4]
+    assert four.run("%%distributed\nx = torch.ones(1)\ndist.all_reduce(x)\nx.item()").errors == []
+
+
+def test_the_death_of_the_jobs_rank_leaves_the_cell_alone(four: Notebook, end: Path) -> None:
+    """A cell goes on while the rank of a job dies; the job's error says how."""
+    begin(four, "0", end)
+    pid = int(four.value("__import__('nbdist').current_world().pids[0]"))
+    cell = f"import os, time\nif rank == 1: os.kill({pid}, 9)\ntime.sleep(1)\nrank"
+    ran = four.run(f"%%distributed -r 1-3 -o b\n{cell}")
+    assert ran.errors == []
+    assert four.value("dict(b.items())") == {1: 1, 2: 2, 3: 3}
+    assert four.run("a.result()").error.startswith("WorkerDied: rank 0 on ")
+    assert four.run("%%distributed\nrank").errors == []
+
+
+def test_cells_that_meet_in_a_collective_are_named(four: Notebook, end: Path) -> None:
+    """A job and a cell that both call a collective of all ranks are told so: values were mixed."""
+    assert four.run("%%distributed\nimport torch, torch.distributed as dist").errors == []
+    begin(four, "0", end, "x = torch.ones(1)\ndist.all_reduce(x)\nx.item()")
+    cell = f"import pathlib\nx = torch.ones(1)\npathlib.Path({str(end)!r}).touch()\n"
+    ran = four.run(f"%%distributed -r 1-3 -o b\n{cell}dist.all_reduce(x)\nx.item()")
+    assert ran.errors == []
+    assert four.value("dict(b.items())") == {1: 4.0, 2: 4.0, 3: 4.0}
+    line = "ranks 1-3 called a collective of a group with rank 0, which ran another cell at the "
+    assert f"{line}same time: the cells may have exchanged values" in ran.seen
+    assert four.run("a.wait(20)").errors == []
+
+
+def test_an_outside_kill_of_a_free_rank_is_seen_by_later_cells(four: Notebook, end: Path) -> None:
+    """A rank that dies idle beside a job is replaced after the job; the job keeps its result."""
+    begin(four, "0", end)
+    pid = int(four.value("__import__('nbdist').current_world().pids[3]"))
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: "dead" in text_of(four, "%dist_status"))
+    assert done(four) is False
+    end.touch()
+    assert four.value("dict(a.result().items())") == {0: 0}
+    assert four.run("%%distributed -r 3\nrank").errors == []
+    failed = text_of(four, "%dist_output --failed")
+    assert "the process was killed by SIGKILL while no cell was running" in failed
+
+
+def test_a_restart_loses_all_jobs(four: Notebook, tmp_path: Path) -> None:
+    """`%dist_restart` ends each job with JobLost; `-r` of a job's rank ends that job alone."""
+    begin(four, "0", tmp_path / "a")
+    begin(four, "1", tmp_path / "b", name="b")
+    busy = four.run("%dist_restart -r 2").error
+    assert busy.startswith("WorldBusy: ")
+    assert done(four) is False
+    assert four.run("%dist_restart").errors == []
+    for name in "ab":
+        assert four.run(f"{name}.result()").error.startswith("JobLost: ")
+
+
+def test_many_jobs_alternate_between_ranks(four: Notebook, tmp_path: Path) -> None:
+    """Jobs in a row on alternating ranks, each beside a cell, all end with their own results."""
+    four.run("results = []")
+    for number in range(12):
+        rank, other = number % 4, (number + 1) % 4
+        sent = f"%%distributed -r {rank} --no-wait -o job\nimport time\ntime.sleep(0.05)\n{number}"
+        assert four.run(sent).errors == []
+        four.run("results.append(job)")
+        beside = four.run(f"%%distributed -r {other} -o b\n{number} * 100 + rank")
+        assert beside.errors == []
+        assert four.value("[*b.items()]") == [(other, number * 100 + other)]
+    taken = four.value("[[*job.result().items()] for job in results]")
+    assert taken == [[(number % 4, number)] for number in range(12)]
