@@ -210,8 +210,8 @@ class WorldBusy(UsageError):
         verb = "is" if len(ranks) == 1 else "are"
         super().__init__(
             f"{name_ranks(ranks)} {verb} still running an earlier cell or call ({seconds:.1f} s)."
-            " Wait for it: a rank runs one cell or call at a time, and the process group is only"
-            " formed anew while no rank runs any. `%dist_interrupt`, or `world.interrupt()` in"
+            " Wait for it: a rank runs one cell or call at a time, and the process group can only"
+            " be formed again while no rank runs any. `%dist_interrupt`, or `world.interrupt()` in"
             " Python, stops it."
         )
 

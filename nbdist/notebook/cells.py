@@ -181,7 +181,7 @@ def make_shipment(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shi
     """Decide which variables to send with a cell.
 
     If the plan has a question, first ask ranks which of the objects in question they have changed.
-    Ranks that run a job are not asked: the cell does not run there.
+    Ranks that run a job are not asked, so the cell does not wait for the job.
     """
     send_plan = pack(names)
     if (question := send_plan.question) is not None:
@@ -190,7 +190,7 @@ def make_shipment(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shi
         if ranks := [rank for rank in question.ranks if rank not in on_jobs]:
             task = world.task(OpCall("values.inspect", question.arguments), ranks=ranks)
             answers = fetch_results(pool, world, task)
-        send_plan.answer(answers)
+        send_plan.answer(answers, on_jobs.intersection(question.ranks))
     return send_plan.shipment()
 
 

@@ -432,12 +432,15 @@ class Plan:
         blocks = map(self._objects.links.blocks.get, self._reached_keys(name))
         return any(block is not None and block.size > WHOLE_LIMIT for block in blocks)
 
-    def answer(self, answers: Mapping[int, Inspected]) -> None:
-        """Use the ranks' answers to the question, which say what objects ranks have changed."""
+    def answer(self, answers: Mapping[int, Inspected], unasked: Collection[int] = ()) -> None:
+        """Use the ranks' answers to the question, which say what objects ranks have changed.
+
+        The ranks `unasked` run another task, so whether they have changed objects is not known.
+        """
         self.outgoing.apply_replies(answers)
         self._keep_changed(answers)
         for name in self._examined:
-            self._hold_back(name, answers)
+            self._hold_back(name, answers, unasked)
             self._notice_replaced(name, answers)
 
     def _keep_changed(self, answers: Mapping[int, Inspected]) -> None:
@@ -453,11 +456,14 @@ class Plan:
                     f"theirs; `%dist_push {name}` sends the notebook's",
                 )
 
-    def _hold_back(self, name: str, answers: Mapping[int, Inspected]) -> None:
+    def _hold_back(
+        self, name: str, answers: Mapping[int, Inspected], unasked: Collection[int]
+    ) -> None:
         """Do not send a variable to restarted ranks if other ranks have it and have changed it.
 
-        Ranks that never had the variable, or have an older one, get the notebook's value.  In both
-        cases a notice says how to copy the other ranks' value.
+        Other ranks that are `unasked` may have changed it, so they count as if they had.  Ranks
+        that never had the variable, or have an older one, get the notebook's value.  In both cases
+        a notice says how to copy the other ranks' value.
         """
         lack = self._ranks_without(name)
         if not lack or self._is_setup:
@@ -465,12 +471,17 @@ class Plan:
         reached, have = self._reached_keys(name), self._ranks_with(name)
         changed = [r for r in have & answers.keys() if not reached.isdisjoint(answers[r].changed)]
         theirs = {key for r in changed for key in answers[r].changed} & reached
-        # Ranks with the changed objects under another name only get the name for those objects.
-        lack = frozenset(r for r in lack if not theirs <= self._objects.of(r).keys())
+        if changed:
+            # Ranks with the changed objects under another name only get the name for those objects.
+            lack = frozenset(r for r in lack if not theirs <= self._objects.of(r).keys())
+        new = frozenset(rank for rank in lack if self._table.is_missing(name, rank))
+        done = f"`{name}` was {self._verb(name)} on {name_ranks(sorted(changed))} since it was sent"
+        if not changed:
+            changed, lack = sorted(have & {*unasked}), new
+            run = "runs" if len(changed) == 1 else "run"
+            done = f"`{name}` is on {name_ranks(changed)}, which {run} another cell"
         if not changed or not lack:
             return
-        done = f"`{name}` was {self._verb(name)} on {name_ranks(sorted(changed))} since it was sent"
-        new = frozenset(rank for rank in lack if self._table.is_missing(name, rank))
         sync = f"`%dist_sync {name} --from {min(changed)}"
         if new:
             self._held_back[name] = new

@@ -242,3 +242,23 @@ def test_many_jobs_alternate_between_ranks(four: Notebook, tmp_path: Path) -> No
         assert four.value("[*b.items()]") == [(other, number * 100 + other)]
     taken = four.value("[[*job.result().items()] for job in results]")
     assert taken == [[(number % 4, number)] for number in range(12)]
+
+
+def test_a_restarted_rank_does_not_get_what_a_busy_rank_may_have_changed(
+    four: Notebook, end: Path
+) -> None:
+    """The rank lacks the variable, and a line says so, instead of an older value than the others'.
+
+    The ranks that may have changed the variable run a job, so they cannot be asked.
+    """
+    assert four.run("held = [1]\n").errors == []
+    assert four.run("%%distributed\nheld.append(rank)").errors == []
+    assert four.run("%dist_restart -r 3").errors == []
+    begin(four, "0-2", end, "held.append(5)")
+    lacks = four.run("%%distributed -r 3\nheld")
+    assert "rank 3 does not have it: `%dist_sync held --from 0` copies it" in lacks.seen
+    assert "NameError" in lacks.errors[0]["evalue"]
+    end.touch()
+    assert four.run("%dist_sync held --from 0").errors == []
+    assert four.run("%%distributed -r 3 -o b\nheld").errors == []
+    assert four.value("b[3]") == [1, 0, 5]
