@@ -130,6 +130,13 @@ def command_line(process: psutil.Process) -> list[str]:
     return []
 
 
+def environ_of(process: psutil.Process) -> dict[str, str]:
+    """Return a process's environment, empty if the process has just ended."""
+    with suppress(psutil.NoSuchProcess):  # also the parent of ZombieProcess
+        return process.environ()
+    return {}
+
+
 def shows(pid: int, secret: str) -> str | None:
     """Return which files of a process in /proc show a secret; None if the process has ended."""
     try:

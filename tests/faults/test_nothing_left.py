@@ -21,7 +21,7 @@ from jupyter_core.utils import ensure_event_loop
 
 from nbdist.system.processes import WORKER_PID
 from tests.notebook import front_end
-from tests.traces import command_line
+from tests.traces import command_line, environ_of
 from tests.waiting import SOON, STEP, wait_until
 
 # jupyter_client's blocking calls run on a loop that lives as long as the process.
@@ -191,7 +191,7 @@ def test_nothing_is_left_of_workers(notebook: Notebook) -> None:
         notebook.begin(MOMENTS[moment])
         started = [*notebook.find("sleep 1000"), *notebook.find("sleep 1002")]
         by_pid = {worker.pid: worker for worker in notebook.workers}
-        children = {each: by_pid.get(int(each.environ()[WORKER_PID])) for each in started}
+        children = {each: by_pid.get(int(environ_of(each).get(WORKER_PID, 0))) for each in started}
         if moment == "in a cell":
             DEATHS["fork server"](notebook)
         DEATHS[("workers", "a worker")[number % 2]](notebook)

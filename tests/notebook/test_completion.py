@@ -14,7 +14,7 @@ from nbdist.notebook.pool import Pools
 from nbdist.output.ansi import strip
 from nbdist.output.events import Done
 from nbdist.world.sent_objects import NOTHING_SENT
-from nbdist.world.states import WorldState
+from nbdist.world.states import Event
 from nbdist.world.world import World
 from tests.notebook.front_end import Notebook, lasting
 from tests.waiting import wait_until
@@ -183,7 +183,8 @@ def with_two(pools: Pools) -> Pools:
     for rank in (0, 1):
         done = Done("ok", 0.0, frozenset({"loss", "model", "np"}), {"np": "numpy"})
         world.session.names.record_finished(rank, done, NOTHING_SENT)
-    world.session.state = WorldState.READY
+    for event in (Event.START, Event.STARTED):
+        world.session.advance(event)
     return pools
 
 
