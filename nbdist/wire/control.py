@@ -20,14 +20,14 @@ TYPES = "_jupyter_types_experimental"
 
 
 class Complete(NamedTuple):
-    """Ask for the completions at the cursor; `cursor` is the number of characters before it."""
+    """Ask for completions of `code` at the cursor, which is after `cursor` characters."""
 
     code: str
     cursor: int
 
 
 class Inspect(NamedTuple):
-    """Ask for a description of the name at the cursor; with `detail` 1 also for its source."""
+    """Ask for a description of the name at the cursor; with `detail` 1 also for its source code."""
 
     code: str
     cursor: int
@@ -100,8 +100,8 @@ class Description:
 class LocateMainThread(NamedTuple):
     """Ask where the main thread is; answered by `RankPosition`.
 
-    With `briefly` the worker finds only line, file and collective: each system call for the other
-    fields may cost milliseconds.
+    With `briefly` the worker finds only line, file and collective, because the other fields need
+    system calls, and each may cost milliseconds.
     """
 
     briefly: bool = False
@@ -129,7 +129,10 @@ class ListSecrets:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Publish a message on iopub, whose arrival tells the agent that it has subscribed to iopub."""
+    """Publish a message on iopub.
+
+    When the message arrives, the agent knows that its subscription to iopub works.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +163,10 @@ Ranks that train together are mostly at most one step apart."""
 
 
 class HoldSteps(NamedTuple):
-    """Hold a task at its next optimizer step, except at its first; answered by `StepCount`."""
+    """Let a task wait at the beginning of its next optimizer step; answered by `StepCount`.
+
+    A task that has begun no step yet is not held.
+    """
 
     task_id: str
 
@@ -185,7 +191,7 @@ class Regroup(NamedTuple):
     """Reconnect the world's group and the groups in `members`, which keep their sizes.
 
     `members` has, by name, the ranks of each group that any survivor has, except the world's own.
-    At last the worker adopts the environment variables in `environ`.
+    After that the worker adopts the environment variables in `environ`.
     """
 
     generation: int
@@ -197,7 +203,8 @@ class Regroup(NamedTuple):
 class Resize(NamedTuple):
     """Form a group of another size for the world, in which the worker becomes this `rank`.
 
-    The worker first waits until all `newcomers` have come, and at last adopts `environ`.
+    The worker first waits until the new workers (`newcomers`, by rank) are ready.  After forming
+    the group it adopts the environment variables in `environ`.
     """
 
     generation: int
@@ -267,7 +274,10 @@ class HeldGroups:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request failed; if `unfit`, the worker is taken to be the cause, not other ranks."""
+    """The request failed.
+
+    If `unfit` is True, the cause seems to be this worker, and not the connection to other ranks.
+    """
 
     error: str
     unfit: bool

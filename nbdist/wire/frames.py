@@ -43,8 +43,9 @@ def unpack(frame: bytes | memoryview) -> Any:
 def object_from(frame: bytes, kind: Any, *parts: type) -> Any:
     """Unpickle an object of the type `kind`, a class or a union; raises BadFrame for other frames.
 
-    Besides plain Python objects, only records can be unpickled that are in `kind`, in `parts` or in
-    annotations of their fields, so no other code runs.  All fields fit their annotations.
+    Besides plain Python objects, the frame may only have dataclasses and named tuples that occur in
+    `kind`, in `parts`, or in annotations of their fields.  So unpickling runs no other code.  The
+    object is checked against `kind` and the annotations of its fields, except for fields of Any.
     """
     try:
         value = _FrameUnpickler(frame, _classes_by_name(kind, *parts)).load()
@@ -67,13 +68,13 @@ class _FrameUnpickler(pickle.Unpickler):
 
 
 def _is_record(kind: Any) -> bool:
-    """Return True for a dataclass or a named tuple."""
+    """Return True if the type is a dataclass or a named tuple."""
     return isinstance(kind, type) and (is_dataclass(kind) or hasattr(kind, "_fields"))
 
 
 @cache
 def _parts_of(kind: Any) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
-    """Return an annotation's origin and arguments, and the annotations of a record's fields."""
+    """Return a type's origin and arguments, and by name the annotations of a record's fields."""
     hints: dict[str, Any] = {}
     if _is_record(kind):
         all_hints = get_type_hints(kind)
@@ -120,7 +121,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a value for JSON: records as mappings, tuples as lists.  Reversed by `from_plain`."""
+    """Return a value for JSON: dataclasses and named tuples as mappings, other tuples as lists."""
     kind: Any = type(value)
     if _is_record(kind):
         return {name: to_plain(getattr(value, name)) for name in _parts_of(kind)[2]}
@@ -128,10 +129,11 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any, kind: Any) -> Any:
-    """Return the value of this kind from the result of `to_plain`: with records and tuples again.
+    """Return a value of the type `kind` from the result of `to_plain`.
 
-    Unknown fields are dropped, because another version of nbdist may send more fields.  Raises
-    TypeError if the record `kind` needs a field that is missing.  Call `fits` to check the types.
+    Fields that `kind` lacks are dropped, because another version of nbdist may send more fields.
+    Raises TypeError if a field without a default is missing.  Types of fields are not checked:
+    callers call `fits` on the result.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):  # take the first kind that raises no TypeError
@@ -147,7 +149,7 @@ def from_plain(value: Any, kind: Any) -> Any:
 
 
 def framed(data: bytes) -> bytes:
-    """Return a frame for `FrameCutter`: the length of the bytes, and the bytes."""
+    """Return a frame for `FrameCutter`: the number of bytes as 8 bytes, and then the bytes."""
     return _LENGTH.pack(len(data)) + data
 
 

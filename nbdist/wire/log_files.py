@@ -1,7 +1,7 @@
-"""The log files of ranks: how their last lines are read, and what nbdist itself writes there.
+"""Reads the last lines of ranks' log files, and words the lines that nbdist itself writes there.
 
-Agents write the files, and read files on other machines than the notebook's.  A notebook reads the
-log files of its own machine itself, because the files outlive the agent.
+Agents write the files.  A notebook reads the files on its own machine itself, since the files
+outlive the agent; it asks agents for the files on other machines.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ BLOCK, PAGE, LONGEST = 1 << 16, 1 << 20, 1 << 14
 class GetLogs(NamedTuple):
     """Read the last `most` lines of these ranks' logs; answered by a tuple of `LogTail`.
 
-    Of long lines fewer are read: a `LogTail` ends after `PAGE` bytes.  `attempt` is the number of a
-    start of the workers, None for the present one.  If `end` is the `start` of an earlier answer,
-    the lines before that answer are read.
+    Fewer lines are read if they have more than `PAGE` bytes together.  `attempt` is the number of a
+    start of the workers, None for the present start.  `end` is None, or the `start` of an earlier
+    `LogTail`: then the lines before that `LogTail` are read.
     """
 
     ranks: tuple[int, ...]
@@ -39,9 +39,10 @@ class GetLogs(NamedTuple):
 class LogTail(NamedTuple):
     """Lines of a rank's log; `file` is "" if the rank has no log files.
 
-    `start` is the place of the first line, in bytes from the beginning of the earlier file, or of
-    `file` if there is no earlier file.  `attempts` are the starts of the workers that have log
-    folders.  `is_cut` is True if a log file could not be opened or written.
+    `start` is the place of the first line, in bytes from the beginning of the earlier file
+    (`earlier_file`), or of `file` if there is no earlier file.  `attempts` has the numbers of the
+    starts of the workers that have log folders.  `is_cut` is True if output is missing, because a
+    log file could not be opened or written.
     """
 
     rank: int
@@ -80,9 +81,10 @@ def read_logs(folders_of: Mapping[int, Path | None], get: GetLogs) -> tuple[LogT
 
 
 def last_lines(file: Path, limit: int, end: int | None = None) -> tuple[list[str], int]:
-    """Return the last lines of a log before `end`, and the place where the first line begins.
+    """Return the last lines of a log before `end`, and the place where the first of them begins.
 
-    The log is the earlier file, if any, and `file`: `end` and the place count the bytes of both.
+    The log consists of the earlier file, if any, and `file`.  `end` and the returned place are
+    numbers of bytes from the beginning of the earlier file.
     """
     earlier = earlier_file(file)
     moved = earlier.stat().st_size if earlier.exists() else 0
@@ -103,7 +105,8 @@ def last_lines(file: Path, limit: int, end: int | None = None) -> tuple[list[str
 def _backwards(file: Path, end: int | None) -> Iterator[tuple[int, bytes]]:
     """Yield the offset and bytes of each line before `end`, from the last to the first.
 
-    Of a line with which a read of `BLOCK` bytes begins, only the last `LONGEST` bytes are kept.
+    The file is read in blocks.  If a line begins before a block, only the last `LONGEST` bytes of
+    its part in the block are kept, so that a file without newlines does not fill the memory.
     """
     with suppress(FileNotFoundError), file.open("rb") as opened:
         position = opened.seek(0, os.SEEK_END)
@@ -115,7 +118,7 @@ def _backwards(file: Path, end: int | None) -> Iterator[tuple[int, bytes]]:
             opened.seek(position)
             lines = (opened.read(size) + carried).split(b"\n")
             starts = accumulate((len(each) + 1 for each in lines), initial=position)
-            if is_cut:  # the bytes in front of `carried` were dropped: show no gap inside the line
+            if is_cut:  # bytes before `carried` were dropped: drop the line's beginning, too
                 lines[-1] = carried
             pairs = [*zip(starts, lines, strict=False)]
             if is_last and len(pairs) > 1 and not lines[-1]:
@@ -135,7 +138,10 @@ def moved_line(earlier: Path, limit: int) -> str:
 
 
 def renumbered_line(earlier: Path, rank: int) -> str:
-    """Return the first line of a worker's new log file, after the worker was this `rank`."""
+    """Return the first line of a worker's new log file, after the worker got another rank.
+
+    Until then the worker had this `rank`, and its log file was `earlier`.
+    """
     return f"[nbdist: this was rank {rank} until now, and wrote to {earlier}]\n"
 
 

@@ -1,8 +1,8 @@
-"""The messages between a notebook and its agent, or head; `nbdist.output.events` has the outputs.
+"""The messages between a notebook and the agent or head that serves the notebook.
 
 Messages are pickles on a socket that only this user can open; both processes run the same version
-of nbdist.  `nbdist.world.agent_link` is the notebook's end of the connection, and
-`nbdist.agent.notebook_link` is the other end.
+of nbdist.  The notebook sends and reads them in `nbdist.world.agent_link`, the agent or head in
+`nbdist.agent.notebook_link`.  The outputs of ranks are in `nbdist.output.events`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ from nbdist.wire.work import InputReply, Task
 PART = 4 << 20
 """The most bytes of an archive in one `PutCode` message.
 
-Other messages can pass between the parts of a large archive.
+A large archive is sent in parts, so that other messages can be sent between two parts.
 """
 
 
 class Landmark(NamedTuple):
-    """A file that two machines share if both see the same inode and time of change at its path."""
+    """A file by which a machine finds out whether it shares a folder with the notebook's machine.
+
+    The machines share the file if both see the same inode and the same time of the last change
+    (ctime, in nanoseconds) at its path.
+    """
 
     path: str
     inode: int
@@ -71,7 +75,10 @@ class GetStatus:
 
 @dataclass(frozen=True, slots=True)
 class GetRefused:
-    """Ask how many connections the head has refused; answered by a number, None without a head."""
+    """Ask how many connections the head has refused, for wrong keys or another protocol.
+
+    Answered by a number, or by None on a single machine, where no head listens for agents.
+    """
 
 
 class GetStacks(NamedTuple):
@@ -81,23 +88,23 @@ class GetStacks(NamedTuple):
 
 
 class GetSecrets(NamedTuple):
-    """Ask for the secrets in the environments of ranks; answered by a tuple of `RankSecrets`."""
+    """Ask which values in the ranks' environments are secrets; answered by `RankSecrets` tuples."""
 
     ranks: tuple[int, ...]
 
 
 class RankSecrets(NamedTuple):
-    """Values of a rank's environment variables, taken for secrets by their names and lengths."""
+    """The values of a rank's environment variables that look like secrets by name and length."""
 
     rank: int
     values: tuple[str, ...]
 
 
 class Consult(NamedTuple):
-    """Ask an idle rank of `ranks` the question; answered by the rank's answer.
+    """Ask an idle rank among `ranks` a front end's question; answered by that rank's answer.
 
-    At most two idle ranks are asked, one after the other.  The answer is None if neither answers in
-    time, or if no rank is idle.
+    Each agent asks at most two of its idle ranks, one after the other.  The answer is None if no
+    rank is idle, or if no asked rank answers in time.
     """
 
     ranks: tuple[int, ...]
@@ -106,13 +113,14 @@ class Consult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Heal:
-    """Replace dead workers and connect the group of all workers again; answered by `Healed`."""
+    """Start new workers in place of dead ones, then form the group again; answered by `Healed`."""
 
 
 class Scale(NamedTuple):
     """Change the number of workers; answered by `Healed`, also if the number cannot change.
 
-    If the number changes, the ranks in `keep` become ranks 0, 1, ... in this order; others end.
+    If the number changes, the ranks in `keep` become ranks 0, 1, ... in this order, and the workers
+    of all other old ranks are ended.
     """
 
     spec: WorldSpec
@@ -129,17 +137,18 @@ class Kill(NamedTuple):
 class SpareRanks(NamedTuple):
     """Kill none of these ranks for ignoring Stop until Stop is pressed again.
 
-    Answered at once by a tuple of the ranks that are spared: they live, and were not killed yet.
+    Answered by a tuple of the spared ranks: those that are alive and are not being killed already.
     """
 
     ranks: tuple[int, ...]
 
 
 class GetCode(NamedTuple):
-    """Ask whether a node has the notebook's code with this digest; answered by `CodeHeld`.
+    """Ask whether a node has the files of the archive with this digest; answered by `CodeHeld`.
 
+    The archive has the files of the notebook's folder, for workers on other machines.
     A node that has no copy yet, and on which `landmark` is the very same file, shares the folder
-    and needs no copy.  If the node lacks the code, the archive follows in `PutCode` messages.
+    and needs no copy.  If the node lacks the archive, the notebook sends it by `PutCode` messages.
     """
 
     digest: str
@@ -149,9 +158,9 @@ class GetCode(NamedTuple):
 class PutCode(NamedTuple):
     """A part of the archive with this digest; answered by `CodeHeld`.
 
-    The archive is a tar file that zlib has compressed.  After the part that `is_last` the node
-    unpacks the files, and removes files that only the previous archive has.  Other files, such as
-    those of user code, stay.
+    The archive is a tar file that zlib has compressed.  After the last part the node unpacks the
+    archive, and removes the files of the previous archive that this archive lacks.  Files that
+    cells have written into the folder stay.
     """
 
     digest: str
@@ -183,10 +192,10 @@ RequestBody = ReadRequest | Change | GetCode | PutCode
 class WorldStarted:
     """All ranks are running, and share a group unless the world has no backend.
 
-    The mappings are by rank.  `logs` has log folders, "" for none.  `missing` has a sentence for
-    each name that nbdist needs and the workers' libraries lack, and for machines that have not
-    come.  `hosts` is empty on a single machine.  `spec` is the world as started, or None in the
-    answer to a `StartPart`.
+    The mappings are by rank.  `logs` has the paths of log folders, "" for none.  `missing` has
+    sentences for the user: on each name of torch or IPython that nbdist needs and that the workers'
+    version lacks, and on machines that have not come.  `hosts` is empty on a single machine.
+    `spec` describes the world as started; it is None in the answer to a `StartPart`.
     """
 
     pids: Mapping[int, int]
@@ -209,11 +218,12 @@ class StartFailure:
 
 @dataclass(frozen=True, slots=True)
 class Healed:
-    """The result of forming the group again; `problem` says why not all ranks share the group.
+    """The answer to `Heal`, `Scale` and `Grow`: the world after its group was formed again.
 
-    `spec` is the world as it is now.  `not_scaled` says why the request to change the number of
-    ranks failed, "" if no such request failed.  `hosts` are as in `WorldStarted`; `rejoin_hint`
-    tells the user how lost machines can join again.
+    `problem` says why not all ranks share the group, "" if all do.  `not_scaled` says why the
+    number of ranks was not changed, "" if it was or if no change was requested.  `rejoin_hint`
+    tells the user how lost machines can join again.  `spec` describes the world as it is now;
+    `pids`, `logs` and `hosts` are by rank, as in `WorldStarted`.
     """
 
     pids: Mapping[int, int]
@@ -227,10 +237,11 @@ class Healed:
 
 @dataclass(frozen=True, slots=True)
 class CodeHeld:
-    """The state of the notebook's code on a node.
+    """The state of the notebook's code on a node; the head combines the answers of all nodes.
 
-    `is_here` is True if the node has the whole code that was asked for or sent: in a copy, or
-    because the folder `is_shared`.  `problem` says why an archive could not be unpacked, or is "".
+    `is_here` is True if the node has the whole archive of the `GetCode` or `PutCode`: unpacked in a
+    copy, or in a folder that the node shares with the notebook (`is_shared`).  `problem` says why
+    the node did not get the archive or could not unpack it, or is "".
     """
 
     host: str
@@ -251,7 +262,8 @@ R = TypeVar("R")
 class AgentRequest(NamedTuple, Generic[R]):
     """A request that is answered by an `AgentReply` with the same id.
 
-    Sent by the notebook to an agent or head, by a head to agents, by agents to the head's store.
+    A notebook sends requests to its agent or head, a head to its agents, and an agent of several
+    machines to the store in the head.
     """
 
     id: int
@@ -259,10 +271,11 @@ class AgentRequest(NamedTuple, Generic[R]):
 
 
 class Rules(NamedTuple):
-    """How a task is supervised: facts about its world, and what `Patience` says about supervision.
+    """How the agent or head supervises a task: facts about the world, and options of the user.
 
-    `size` is the number of ranks of the world, `backend` is "none" without a process group.  If
-    `heals` is True, ranks that die are replaced after the task; if not, a death ends the others.
+    `size` is the number of ranks of the world; `backend` is "none" without a process group.  If
+    `heals` is True, ranks that die are replaced after the task.  If not, all other ranks of the
+    task are ended after a death.  All further fields are as in `Patience`.
     """
 
     size: int
@@ -285,7 +298,7 @@ class Rules(NamedTuple):
 
 
 class RunTask(NamedTuple):
-    """Notebook to agent: run this packed task on these ranks, and supervise it by the `rules`.
+    """Notebook to agent: run this pickled task on these ranks, and supervise it by the `rules`.
 
     `segments` are the segments of shared memory that the task refers to.
     """
@@ -298,7 +311,11 @@ class RunTask(NamedTuple):
 
 
 class RequestLocations(NamedTuple):
-    """Notebook to agent: locate these ranks; answered by a `Located` with the same `asked`."""
+    """Notebook to agent: find out where these ranks are; answered by a `Located`.
+
+    `asked` is the time of the request.  The answer repeats it, so that the notebook can tell the
+    answer from the answer to an earlier request.
+    """
 
     ranks: tuple[int, ...]
     asked: float
@@ -314,7 +331,7 @@ class Interrupt(NamedTuple):
     """Notebook to agent: interrupt the tasks of these ranks (`nbdist.agent.interrupts`).
 
     `number` is 1 for the first interrupt of the task.  The notebook counts its own interrupts, and
-    each timeout that it has heard of.
+    a timeout of which the agent has informed it.
     """
 
     ranks: tuple[int, ...]
@@ -322,7 +339,10 @@ class Interrupt(NamedTuple):
 
 
 class ReleaseRankValues(NamedTuple):
-    """Notebook to agent: free what these ranks returned from a task, as nobody will read that."""
+    """Notebook to agent: free the values that these ranks returned from a task.
+
+    Sent when the notebook has read the values, or when nobody will read them any more.
+    """
 
     task_id: str
     ranks: tuple[int, ...]
@@ -336,7 +356,7 @@ class SendInput(NamedTuple):
 
 
 class ToWidget(NamedTuple):
-    """Notebook to agent: pass a page's message on to one of the rank's widgets."""
+    """Notebook to agent: pass a message of a notebook's page on to a widget on the rank."""
 
     rank: int
     comm: Comm
@@ -365,7 +385,7 @@ class Shutdown:
 
 
 class Hello(NamedTuple):
-    """Agent to notebook: the first message on a connection."""
+    """Agent to notebook: the first message on a connection, by which versions are compared."""
 
     version: str
     pid: int
@@ -375,7 +395,7 @@ class Hello(NamedTuple):
 class AttachedTask(NamedTuple):
     """A task in `Attached`: a rank has not finished it, or not all its outputs are acknowledged.
 
-    `started` is when the task was sent, on the monotonic clock, and `started_ns` the same in
+    `started` is when the agent received the task, on the monotonic clock, and `started_ns` the same in
     nanoseconds since 1970.  `ended` has by rank when the rank finished, on the monotonic clock.
     """
 
@@ -399,14 +419,14 @@ class Attached:
     pids: Mapping[int, int] = field(default_factory=dict)
     logs: Mapping[int, str] = field(default_factory=dict)
     hosts: Mapping[int, str] = field(default_factory=dict)
-    # Machines that have joined, and could have ranks.
+    # Machines that have joined since the last `Grow`, and on which ranks could be started.
     came: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()  # as in `WorldStarted`
     # If False, the group must be formed again, as after collectives were aborted.
     is_whole: bool = True
     dead: dict[int, Died] = field(default_factory=dict)  # ranks that have not been replaced
-    # By rank: the names that tasks have bound; for imported ones their module as in
-    # `Done.imported`, for others None.
+    # By rank: the variables that tasks have bound.  An imported name has its module, as in
+    # `Done.imported`; all other names have None.
     bound: dict[int, dict[str, str | None]] = field(default_factory=dict)
     tasks: tuple[AttachedTask, ...] = ()  # in the order in which the tasks were sent
     next_call: int = 1  # the id that the notebook's next `AgentRequest` must have
@@ -424,7 +444,7 @@ class AgentReply(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """Agent to notebook: `up` workers have started; a head adds a `text` about its machines."""
+    """Agent to notebook: how many workers have started; a head adds a `text` on its machines."""
 
     up: int
     text: str = ""
@@ -454,7 +474,10 @@ class NodeJoined:
 
 @dataclass(frozen=True, slots=True)
 class UnresponsiveHosts:
-    """Head to notebook: these machines are silent; after `timeout` seconds a machine is lost."""
+    """Head to notebook: these machines are silent.
+
+    A machine counts as lost once it has been silent for `timeout` seconds.
+    """
 
     hosts: tuple[str, ...]
     timeout: float
@@ -479,10 +502,11 @@ class Decision(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Agent or head to notebook: what was decided about a task, and is being done.
+    """Agent or head to notebook: a decision about a task, which the sender is carrying out.
 
-    `waiting` has the places of the ranks that the decision is about, `places` the last known places
-    of all ranks.  `failed` are the ranks that have failed so far: their outputs may come later.
+    `waiting` has the places of the ranks that have not finished the task, or of the ranks that are
+    ended with END_UNWAKEABLE.  `places` has the last known places of all ranks.  `failed` are the
+    ranks that have failed so far; the notebook may receive their errors after this message.
     """
 
     task_id: str
@@ -497,7 +521,7 @@ RankOutput = tuple[int, str, Output]
 
 
 class Outputs(NamedTuple):
-    """Agent to notebook: a batch of outputs; the outputs of each rank are in their order."""
+    """Agent to notebook: a batch of outputs, in which each rank's outputs keep their order."""
 
     items: tuple[RankOutput, ...]
 

@@ -33,9 +33,10 @@ Processes = Mapping[int, tuple[int, int]]
 
 
 class LiveRanks(NamedTuple):
-    """The live ranks of a machine with the groups of each; None for a rank that did not answer.
+    """The live ranks of a machine, each with its groups, or None if the rank did not answer.
 
-    `problem` says why the machine is silent, or is ""; the ranks of a silent machine may be alive.
+    `problem` says why the machine did not answer, or is "".  The ranks of a machine that did not
+    answer may be alive.
     """
 
     ranks: Mapping[int, HeldGroups | None]
@@ -55,7 +56,7 @@ class Formed(NamedTuple):
 
 
 def processes(pids: Mapping[int, int], slots: Slots) -> Processes:
-    """Return each rank's node, and the process id, which is unique only within the node."""
+    """Return the node and the process id of each rank; a process id is unique only in its node."""
     return {rank: (slots[rank].node if slots else 0, pid) for rank, pid in pids.items()}
 
 
@@ -81,7 +82,7 @@ class NodeFacts(NamedTuple):
 
 
 class NodeHello(NamedTuple):
-    """Agent to head: the first message, sent once."""
+    """Agent to head: the first message, sent once; it describes the agent's machine."""
 
     version: str
     pid: int
@@ -91,16 +92,17 @@ class NodeHello(NamedTuple):
 # --- what is asked of an agent ------------------------------------------------------------------
 
 
-PART_TIMEOUT = 5.0  # seconds for an answer that needs no other process
+PART_TIMEOUT = 5.0  # seconds for an answer to a request that has no `timeout` of its own
 RANKS_END_TIMEOUT = 20.0  # seconds to end ranks, in addition to `EndRanks.grace`
 
 R = TypeVar("R")
 
 
 class PartRequest(Generic[R]):
-    """A request of a world to one of its machines; answered by an `R`.
+    """A request to the agent of one machine of a world; answered by an `R`.
 
-    If the head has lost the machine, or waits too long for the answer, `lost_answer` gives it.
+    If the head has lost the machine, or waits too long for the answer, it calls `lost_answer` for
+    an answer in place of the agent's.
     """
 
     __slots__ = ()
@@ -124,7 +126,10 @@ class GetClock(PartRequest[int]):
 
 
 class ProbeTarget(NamedTuple):
-    """A port of another machine; nothing listens there, so that even a refusal proves a route."""
+    """A port of another machine, to test whether that machine can be reached.
+
+    Nothing listens on the port.  A refused connection shows that the machine can be reached.
+    """
 
     name: str
     address: str
@@ -195,9 +200,10 @@ class GetHeld(PartRequest[LiveRanks]):
 
 @dataclass(frozen=True, slots=True)
 class Prepare(PartRequest[str]):
-    """Prepare the start of ranks: restore the runtime folder, and start the fork server if used.
+    """Prepare the start of ranks; answered by the reason why they cannot be started, or "".
 
-    Answered by the reason why the ranks cannot be started, or "".
+    The agent makes its runtime folder again if the folder was removed.  If workers are forked, the
+    agent starts the fork server and waits until the fork server has imported torch.
     """
 
     spec: WorldSpec
@@ -212,7 +218,8 @@ class Prepare(PartRequest[str]):
 class Form(PartRequest[Formed]):
     """Form this generation of the world's group together with all other machines.
 
-    The machine starts its `missing` ranks, and its other ranks form their groups again.
+    The agent starts those of its ranks that are in `missing`; its other ranks form their groups
+    again.
     """
 
     spec: WorldSpec
@@ -220,7 +227,7 @@ class Form(PartRequest[Formed]):
     attempt: int  # counts the starts of the world
     generation: int
     sized_in: int  # the generation in which the world's group got its present size
-    missing: tuple[int, ...]  # ranks of all machines that must be started
+    missing: tuple[int, ...]  # the ranks to start, on any machine
     # The other groups to reconnect.  None if the world's group gets another size, since groups that
     # were made from the old group cannot stay.
     groups: Groups | None
@@ -232,7 +239,7 @@ class Form(PartRequest[Formed]):
 
 @dataclass(frozen=True, slots=True)
 class CallOff(PartRequest[None]):
-    """Call the forming of this generation off, so that no rank goes on waiting for other ranks.
+    """Stop forming this generation of the group, so that no rank goes on waiting for other ranks.
 
     Sent while the `StartPart` or `Form` is still in progress.
     """
@@ -258,17 +265,20 @@ class EndRanks(PartRequest[None]):
 
 @dataclass(frozen=True, slots=True)
 class Renumber(PartRequest[None]):
-    """Give ranks new numbers, by old number; the workers learn theirs with the next `Form`."""
+    """Give ranks the new numbers in `became`, by old number.
+
+    The agent changes its own tables; the workers get their new numbers with the next `Form`.
+    """
 
     became: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class CopySegments(PartRequest[str]):
-    """Copy segments of shared memory to the machine.
+    """Copy segments of shared memory from the head's machine to the agent's machine.
 
-    The machine's agent sends a `Fetch` for each piece.  Answered by the reason if the machine has
-    no room, "" in all other cases.  The timeout is long because a network may be slow.
+    The agent sends a `Fetch` for each piece.  Answered by the reason if the machine has too little
+    shared memory, "" in all other cases.  The timeout is long because a network may be slow.
     """
 
     refs: tuple[SegmentRef, ...]

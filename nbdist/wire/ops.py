@@ -31,7 +31,8 @@ class Cleaned(NamedTuple):
 class NameMemory:
     """Memory to which a name leads: of one tensor or other large value, or of `count` tensors.
 
-    `size` counts the bytes of whole storages, also if a tensor is a view of a part.
+    `name` is the expression that leads there, such as "model.weight".  `size` has the bytes of
+    whole storages, even if a tensor is a view of a part of its storage.
     """
 
     name: str
@@ -49,9 +50,9 @@ class NameMemory:
 
 
 class Peak(NamedTuple):
-    """The most bytes in use at a time; `is_bound` is True if the last cell may have used fewer.
+    """The most bytes that were in use at a time while the last cell ran.
 
-    In that case `size` was perhaps reached before the last cell began.
+    If `is_bound` is True, the cell may have used fewer: `size` was perhaps reached before the cell.
     """
 
     size: int
@@ -61,7 +62,8 @@ class Peak(NamedTuple):
 class GpuMemory(NamedTuple):
     """Memory of the rank's GPU in bytes.
 
-    `used` is of all processes, `tensors` of this rank's tensors, and `peak` the most of the latter.
+    `used` is the memory that all processes use, `tensors` the memory of this rank's tensors, and
+    `peak` the largest value that `tensors` had.
     """
 
     device: str
@@ -81,9 +83,10 @@ class Memory(NamedTuple):
     gpu: GpuMemory | None
     held: tuple[NameMemory, ...]  # the largest tensors and arrays in variables
     tensors: int  # bytes of all tensors and arrays in variables, in `held` or not
-    kept: tuple[NameMemory, ...]  # the largest that only the last traceback or `Out` holds
-    kept_size: int  # bytes of all that only they hold
-    is_whole: bool = True  # False if not everything was searched
+    # The largest tensors and arrays that no variable, but the last traceback or `Out` holds.
+    kept: tuple[NameMemory, ...]
+    kept_size: int  # bytes of all such tensors and arrays, in `kept` or not
+    is_whole: bool = True  # False if the search ended before everything was searched
 
 
 class Met(NamedTuple):
@@ -106,18 +109,18 @@ class RankTimes(NamedTuple):
     ended_ns: int
     # Waits in Python code.  Waits in C++ code, as in a DDP module's backward, show in `met` alone.
     waits: tuple[tuple[int, int], ...]
-    waited_ns: int  # the sum of all waits in Python code
+    waited_ns: int  # the sum of all waits in Python code, also of waits that `waits` lacks
     met: tuple[Met, ...]
-    is_recorded: bool = True  # False if torch's Flight Recorder does not record gloo
+    is_recorded: bool = True  # False if this torch's Flight Recorder does not record gloo
     is_whole: bool = True  # False if `waits` or `met` may lack entries: there were too many
 
 
 @dataclass(frozen=True, slots=True)
 class TracePart:
-    """A rank's part of a profile, or the `problem` that prevents it.
+    """A rank's part of a profile; or, if it is too large to return, the `problem`.
 
-    `events` has the first `count` events as compressed JSON, separated by commas.  `size` is the
-    number of bytes before compression, and `dropped` that of the events that are left out.
+    `events` has the first `count` events as JSON, separated by commas and compressed.  `size` is
+    the number of bytes before compression, and `dropped` the number of events that were left out.
     """
 
     events: bytes = b""
@@ -128,7 +131,7 @@ class TracePart:
 
 
 class Spread(NamedTuple):
-    """A DTensor inside a value: each of these ranks has only a part of the tensor.
+    """A DTensor inside a value; each of `ranks` has only a part of the tensor.
 
     `what` describes the tensor: shape, dtype and placements.
     """
@@ -150,11 +153,11 @@ def type_text(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """A rank's value of a variable that the notebook has assigned again.
+    """A rank's old value of a variable to which the notebook has assigned a new value.
 
-    `kind` is the value's type.  `is_changed` is True if the rank has bound the variable, or changed
-    the value since the notebook sent the value.  `others` are variables of the rank that lead
-    to the value too, or to a parameter in the value.
+    `kind` is the old value's type.  `is_changed` is True if the rank itself has assigned to the
+    variable, or has changed the old value since the notebook sent it.  `others` are other variables
+    of the rank that lead to the old value, or to a parameter in it.
     """
 
     kind: str
@@ -164,9 +167,10 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """The changes of a rank to objects, and its values of names, about which the notebook asked.
+    """A rank's answer to the notebook's question which sent objects the rank has changed.
 
-    `gone` has the keys of objects that no longer exist on the rank.
+    `names` describes the rank's values of the variables that the notebook asked about.  `gone` has
+    the keys of objects that no longer exist on the rank.
     """
 
     changed: Changed = field(default_factory=dict)
@@ -175,11 +179,11 @@ class Inspected:
 
 
 class Brought(NamedTuple):
-    """A rank's values of some expressions, `packed` together.
+    """A rank's values of some expressions, pickled together in `packed`.
 
-    If the value of an expression (`of`) cannot be sent, nothing is packed: `missing` is an
-    undefined name in the expression, or `problem` another reason.  If DTensors in the values are
-    `spread` over ranks, nothing is packed either: the ranks must first put their parts together.
+    `packed` is None if the value of the expression `of` cannot be sent: `missing` is an undefined
+    name in the expression, or `problem` is another reason.  `packed` is also None if the values
+    have DTensors, which are listed in `spread`: the ranks must first put their parts together.
     """
 
     of: str = ""
@@ -191,10 +195,11 @@ class Brought(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ValueDigest:
-    """A tensor, array or plain value inside a value, for comparing ranks.
+    """The digest of a tensor, array or plain value inside a value, for comparing ranks.
 
-    `kind` has the type, or dtype and shape; `text` shows a plain value, or its beginning; `size`
-    has bytes, 0 if unknown.  `digest` is "" if the contents cannot be compared.
+    `kind` is the type, or dtype and shape.  `text` shows a plain value, or its beginning.  `size`
+    is the number of bytes, 0 if unknown, and `count` the number of elements.  `digest` is "" if the
+    contents cannot be compared.
     """
 
     kind: str
@@ -205,7 +210,10 @@ class ValueDigest:
 
 
 class Looked(NamedTuple):
-    """The parts of a rank's value by path; or the name that is `missing`, or another `problem`."""
+    """The digests of the parts of a rank's value, by path; or why there are none.
+
+    `missing` is an undefined name in the expression, and `problem` any other reason.
+    """
 
     parts: Mapping[str, ValueDigest] = NO_VALUES
     missing: str = ""
@@ -215,7 +223,8 @@ class Looked(NamedTuple):
 class Distance(NamedTuple):
     """How two tensors differ: in `differing` elements, which are at most `most` apart.
 
-    For `odd` of these elements the distance is NaN or infinite; `most` leaves those elements out.
+    `odd` is the number of differing elements whose distance is NaN or infinite; `most` is the
+    largest distance of all other elements.
     """
 
     most: float
@@ -224,7 +233,7 @@ class Distance(NamedTuple):
 
 
 class Input(NamedTuple):
-    """The input of a watched module's forward in a step of training: its digest and shapes."""
+    """The digest and the shapes of a watched module's input, in a forward of a training step."""
 
     step: int
     digest: int
@@ -232,10 +241,10 @@ class Input(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Values that may differ between ranks after a step whose parameters are still equal.
+    """Facts on a rank after a step, which may differ between ranks before their parameters differ.
 
-    `generators` has digests of random states, `ran` the modules whose forward ran in the step;
-    `collectives` counts the collectives of gloo that the rank has begun.
+    `generators` has digests of random states, `ran` the modules whose forward ran in the step.
+    `collectives` is the number of gloo's collectives that the rank has begun so far.
     """
 
     step: int
@@ -247,15 +256,15 @@ class Facts(NamedTuple):
 class Watched(NamedTuple):
     """The record of a rank about a watch (`--watch`).
 
-    `parts` has the watched values by expression and path: after step `found`, or at the end of the
-    watch if no difference was found.
+    `parts` has the digests of the watched values, by expression and path: after step `found`, or at
+    the end of the watch if no difference was found.
     """
 
-    steps: int
-    times: int  # comparisons with other ranks
+    steps: int  # how many steps the cell has made
+    times: int  # how many steps were compared with other ranks
     found: int  # the first compared step after which ranks differ, 0 for none
     parts: Mapping[str, Mapping[str, ValueDigest]]
-    sharded: int = 0  # parts that were left out because they are sharded
+    sharded: int = 0  # how many parts were left out because they are sharded
     facts: tuple[Facts, ...] = ()  # of the last comparisons until `found`
     inputs: tuple[Input, ...] = ()  # of the last forwards until `found`
     refused: Mapping[str, str] = NO_VALUES  # by expression: the reason for not watching its value
@@ -265,7 +274,7 @@ class Watched(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A device mesh in a snapshot; `ranks` are in the order of a flattened array of this shape."""
+    """A device mesh in a snapshot; `ranks` lists the ranks of the flattened mesh."""
 
     device: str
     shape: tuple[int, ...]
@@ -279,9 +288,11 @@ class Mesh:
         return cls(entry["device"], tuple(entry["shape"]), tuple(entry["ranks"]), names)
 
     def fitted(self, before: int, after: int) -> Mesh | None:
-        """Return the mesh for a world of `after` ranks, with a first dimension of another length.
+        """Return the mesh for a world that had `before` ranks and has `after` ranks now.
 
-        If the size changes, the mesh must have all ranks in order and fit `after`: None if not.
+        If the world's size has changed, only the mesh's first dimension changes.  Returns None if
+        that is impossible: the mesh must have all ranks in order, and the product of its other
+        dimensions must divide `after`.
         """
         if before == after:
             return self
@@ -299,8 +310,9 @@ class Written(NamedTuple):
     """A rank's file of a snapshot, or the `problem` that prevented it.
 
     The file has the variables `names`, and small values that functions in them use (`also`).
-    `left_out` has, by name, the reasons why variables are not in the file.  `versions` are those of
-    the process that wrote the file.  Restoring the file needs device meshes like `meshes`.
+    `left_out` has, by name, the reasons why variables are not in the file.  `versions` has the
+    versions of Python and packages in the process that wrote the file.  A world needs device meshes
+    like `meshes` to restore the file.
     """
 
     problem: str = ""
@@ -316,8 +328,9 @@ class Written(NamedTuple):
 class Loaded(NamedTuple):
     """The result of reading a rank's file of a snapshot: success if all three texts are empty.
 
-    Each text is a message to the user.  `distrust`: another user could have written the file;
-    `damage`: the file cannot be read, or is not as it was written.
+    A text is the reason of a failure, for the user.  `distrust` is set if another user could have
+    written the file, `damage` if the file cannot be read or is not as it was written, and `problem`
+    for any other reason.
     """
 
     problem: str = ""

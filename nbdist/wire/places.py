@@ -51,21 +51,24 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class RankPosition:
-    """The position of a rank in its cell or script, and the facts that show if it can go on.
+    """The line of its cell or script that a rank is in, and facts that show if the rank can go on.
 
-    The worker's probe makes this record, or the agent if the worker is stopped or does not answer.
+    The worker's control thread makes this record; the agent makes it if the worker is stopped or
+    does not answer.
     """
 
     line: int = 0  # of the cell or called function, or of the script's `file`; 0 if unknown
     operation: str = ""  # the rank's wait for other ranks, mostly a collective; "" without a wait
-    counts: Mapping[str, int] = field(default_factory=dict)  # by group: collectives begun
+    counts: Mapping[str, int] = field(default_factory=dict)  # by group: how many collectives began
     moved: int = 0  # bytes that gloo's connections have carried
     in_flight: int = 0  # packets of gloo that the other end has not acknowledged
     # Connections on which packets do not arrive: pairs of addresses, the rank's own one first.
     stalled: tuple[tuple[str, str], ...] = ()
     is_calm: bool = False  # True if no thread of gloo is running; False with nccl
     unfinished: int = 0  # collectives that seem to have begun and not ended
-    holds_gil: bool = False  # C code seems to hold it: at most `line`, `operation`, `file` are set
+    # C code seems to hold the GIL, so that the control thread cannot answer.  Of the other fields
+    # at most `line`, `operation` and `file` are set.
+    holds_gil: bool = False
     is_stopped: bool = False  # the process is stopped, as by SIGSTOP
     file: str = ""  # the name of the script, "" for a cell
     code: str = ""  # the text of `line` in the script
@@ -74,7 +77,7 @@ class RankPosition:
     has_help: bool = False
     is_cleaning_up: bool = False  # an `except` or `finally` runs because of Stop
     has_taken_sigint: bool = False  # the task has got a SIGINT, or has a handler of its own for it
-    # KeyboardInterrupts in finalizers and callbacks of the task, which Python has dropped.
+    # How many KeyboardInterrupts Python has dropped, because a finalizer or callback raised them.
     dropped_interrupts: int = 0
     asks: bool = False  # the rank waits for input
 
@@ -88,13 +91,14 @@ class RankPosition:
 # --- whether collectives match ----------------------------------------------------------------
 
 # Gloo matches the collectives of a group by their number: the fifth of one rank with the fifth of
-# the others.  Matched collectives have to be the same operation, on as many elements of one dtype.
+# each other rank.  Matched collectives must be the same operation, on equally many elements of the
+# same dtype.
 
 
 def find_mismatch(
     places: Mapping[int, RankPosition], kind: Callable[[Begun], Hashable]
 ) -> Mapping[int, Begun]:
-    """Return by rank the first collective for which `kind` returns different values.
+    """Return, by rank, the first collective for which `kind` differs between the ranks.
 
     Collectives of the same number in a group are compared.  The result is empty if none differ.
     """
@@ -107,17 +111,19 @@ def find_mismatch(
 
 
 def is_call_mismatch(places: Mapping[int, RankPosition]) -> bool:
-    """Return True if a rank waits while ranks have begun different collectives.
+    """Return True if ranks have begun different operations as the same collective of a group.
 
-    Collectives of the same number in a group are compared.  The rank that waits has not completed
-    the first collective that differs.
+    A rank must also be waiting in the first such collective: without that, the ranks may go on.
     """
     begun = find_mismatch(places, lambda each: each.name)
     return any(not each.is_done and places[rank].operation for rank, each in begun.items())
 
 
 def is_tensor_mismatch(places: Mapping[int, RankPosition]) -> bool:
-    """Return True if the first collectives that differ do so only in sizes or dtypes."""
+    """Return True if the first collective that differs between ranks is the same operation on all.
+
+    Its tensors then differ in their numbers of elements or in their dtypes.
+    """
     begun = find_mismatch(places, tensors_of)
     return len({each.name for each in begun.values()}) == 1
 
@@ -129,7 +135,7 @@ def tensors_of(each: Begun) -> Hashable:
 
 @dataclass(frozen=True, slots=True)
 class StackFrame:
-    """A call of a stack.
+    """A function call on a rank's stack, with the `line` that runs.
 
     `file` is a path or `Cell In[5]`; `code` is the source of the line, "" if unknown.
     """

@@ -58,10 +58,10 @@ class InspectRanks:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """Ask for the world, for as long as the notebook that asks keeps this connection open.
+    """Attach a notebook to the world; answered by `Accepted` or `AttachRefused`.
 
-    The notebook has bound `socket` in the runtime folder, to which the agent then connects.
-    Answered by `Accepted` or `AttachRefused`.
+    The notebook has the world as long as it keeps this connection open.  The notebook has bound
+    the socket with the name `socket` in the runtime folder; the agent or head connects to it.
     """
 
     version: str
@@ -73,8 +73,9 @@ class Attach:
 class WorldInfo:
     """The description of a world, or of one machine's part of a world.
 
-    Before the first start `workers` and `name` are not set.  Only the answer to `DescribeRanks` has
-    the last four fields; for one machine's part only this answer has a `name`, none has `workers`.
+    Before the first start `workers` and `name` are not set.  The last four fields are set only in
+    the answer to `DescribeRanks`.  The agent of one of several machines describes that machine's
+    part: it sets `name` only in the answer to `DescribeRanks`, and never sets `workers`.
     """
 
     version: str  # of nbdist
@@ -88,11 +89,11 @@ class WorldInfo:
     notebook: int = 0  # the process id of the notebook that has the world, 0 for none
     since: float = 0.0  # seconds since 1970: when the notebook attached, or the last one detached
     detach: bool = False  # whether the world outlives its notebook
-    guard: int = 0  # the process that ends after all others of the world
+    guard: int = 0  # the id of the process that exits after all others of the world
     versions: Versions = field(default_factory=dict)  # of the agent's interpreter
     notebook_name: str = ""  # the notebook's name for Jupyter's server, "" if unknown
     backend: str = ""
-    at: float = 0.0  # the monotonic clock, for comparing the `cpu_seconds` of two answers
+    at: float = 0.0  # the monotonic time of the answer, to compare the `cpu_seconds` of two answers
     ranks: tuple[WorkerStatus, ...] = ()
 
 
@@ -106,10 +107,11 @@ class ReportedFailure(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TaskSummary:
-    """A task in a world of `size` ranks, and the failures of ranks in it or after it.
+    """A task in a world of `size` ranks, and the failures of ranks in the task or after it.
 
-    `places` has the places of ranks when a notebook last asked for places, `aborted` the places of
-    ranks that were released from a collective.  Both have `Stack`s without frames.
+    `places` has the places of ranks when they were last located, by the agent, head or notebook.
+    `aborted` has the places of ranks that were released from a collective.  Both have `Stack`
+    objects without frames.
     """
 
     title: str
@@ -139,7 +141,7 @@ class Inspection:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The world belongs to the notebook that asked; `agent` and `guard` are process ids."""
+    """The notebook that asked is attached to the world; `agent` and `guard` are process ids."""
 
     agent: int
     guard: int
@@ -147,7 +149,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class AttachRefused:
-    """The notebook cannot have the world; the error to the user ends with the reason `why`."""
+    """The notebook cannot attach to the world; the error to the user ends with the reason `why`."""
 
     why: str
 
@@ -163,7 +165,8 @@ QueryMessage = (
     | AttachRefused
 )
 
-# Other versions of nbdist know messages by these names, which differ from some names of classes.
+# The name of each message in JSON.  Other versions of nbdist send and read the same names, so a
+# class that was renamed keeps its earlier name here.
 _MESSAGE_NAMES: dict[Any, str] = {
     **{each: each.__name__ for each in get_args(QueryMessage)},
     DescribeRanks: "Look",
@@ -192,9 +195,10 @@ def from_line(line: bytes) -> QueryMessage:
 
 
 def connect_to(path: Path, timeout: float) -> socket.socket:
-    """Connect to a socket on which a process of this user listens; raises OSError.
+    """Connect to a socket on which a process of this user listens.
 
-    Connecting, and each later operation on the socket, may take `timeout` seconds.
+    Connecting, and each later operation on the socket, may take `timeout` seconds.  Raises OSError,
+    also if the process that listens belongs to another user.
     """
     end = socket.socket(socket.AF_UNIX)
     try:

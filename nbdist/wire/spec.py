@@ -1,7 +1,8 @@
 """The description of a world (`WorldSpec`) and of one worker process in it (`WorkerStart`).
 
-The notebook makes the spec, agents make a `WorkerStart` for each worker, and workers read both.
-The environment variables that nbdist sets are also in this file.
+The notebook makes a `WorldSpec` and sends it to the agents.  An agent makes a `WorkerStart`, which
+has the spec, for each worker that it starts.  This file also has the environment variables that
+nbdist sets for workers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Versions = Mapping[str, str]
 
 
 class Difference(NamedTuple):
-    """Python, or a package, whose version in another process (`there`) does not match `here`."""
+    """Python or a package (`what`) that has the version `here`, and `there` in another process."""
 
     what: str
     there: str
@@ -33,9 +34,9 @@ class Difference(NamedTuple):
 
     @property
     def why(self) -> str:
-        """The reason why the versions must match.
+        """The reason why the versions must match, as a part of an error message.
 
-        A function that another version of Python has pickled can crash the process.
+        A process can crash when it calls a function that another version of Python has pickled.
         """
         return f"functions and values go to the same minor version of {self.what} only"
 
@@ -53,9 +54,9 @@ def versions_here() -> Versions:
 
 
 def difference(other: Versions, here: Versions) -> Difference | None:
-    """Return the first difference between minor versions, as of Python or torch; None without one.
+    """Return the first entry of `here` whose minor version differs in `other`; None if none does.
 
-    Packages that only one side has are not compared.
+    Packages that only one of the processes has are not compared.
     """
     for what, local in here.items():
         remote = other.get(what, "")
@@ -69,7 +70,7 @@ LAST_LINE_SAYS = 78
 
 
 class TorchStore(NamedTuple):
-    """A store of torch's rendezvous, in place of nbdist's store (`--rdzv-backend`).
+    """A rendezvous of torch, whose store the ranks use in place of nbdist's (`--rdzv-backend`).
 
     `name` is unique to the world, so that worlds can share an endpoint.
     """
@@ -83,31 +84,34 @@ class TorchStore(NamedTuple):
 class WorldSpec:
     """The description of a world: size, backend, environment, nodes and options.
 
-    With several machines each agent replaces the fields that depend on the machine: environment,
-    folder, interpreter, GPUs, threads, network interface (`nbdist.agent.worker_group.adapt_spec`).
+    If a world has several machines, each agent replaces the fields that depend on the machine:
+    environment, folder, interpreter, GPUs, threads, network interface
+    (`nbdist.agent.worker_group.adapt_spec`).
     """
 
     world_size: int
     backend: str | None  # None for no process group
-    # The notebook's whole environment, secrets included, and `--env`.  For other machines only the
-    # variables that the user asked for; each agent adds the environment of its machine.
+    # The notebook's whole environment, secrets included, and the variables of `--env`.  For other
+    # machines it has only variables for which the user asked, by `--env` or `--copy-env`; each
+    # agent adds the environment of its machine.
     environ: Mapping[str, str] = field(repr=False)
     cwd: str  # the notebook's folder
-    sys_path: tuple[str, ...]  # the notebook's
-    threads: int  # that a rank may use for one operation; 0 leaves the choice to each agent
-    python: str  # the interpreter; "" until the agent of another machine puts its own
+    sys_path: tuple[str, ...]  # the notebook's `sys.path`
+    threads: int  # how many CPU threads a rank may use for an operation; 0: each agent chooses
+    python: str  # the path of the interpreter; "" until the agent of another machine sets its own
     gpus: tuple[str, ...] = ()  # of a single machine, named as in CUDA_VISIBLE_DEVICES
-    log_limit: int = 0  # bytes of each stream's log of a rank, 0 for no limit
+    log_limit: int = 0  # the most bytes of a rank's log file of each stream, 0 for no limit
     slots: Slots = ()  # by rank; () if all ranks are on one node, and equal to their local ranks
     room: tuple[int, ...] = ()  # how many ranks each simulated node takes; () if none is simulated
     # The node that this spec is for; None if the spec is for all nodes, as on a single machine.
     node: int | None = None
     own_path: bool = False  # if True, the interpreter's own `sys.path` follows `sys_path`
-    # Where rank 0 of user code can listen; port 0 stands for the port that each agent holds.
+    # The address and port at which user code on rank 0 can listen; port 0 stands for the port that
+    # the agent has reserved.
     master_addr: str = "localhost"
     master_port: int = 0
     interface: str = "lo"  # the network interface by which gloo connects ranks
-    argv: tuple[str, ...] = ("",)  # the notebook's
+    argv: tuple[str, ...] = ("",)  # `sys.argv` of the notebook's process, for the ranks
     torch_store: TorchStore | None = None  # None if ranks use nbdist's own store
     # The notebook's versions if the user has named an interpreter or a wrapper; if not, empty.
     versions: Versions = field(default_factory=dict)
@@ -127,7 +131,8 @@ class WorldSpec:
     def wrap(self) -> tuple[str, ...]:
         """The command prefix of each worker (`--wrap`).
 
-        Empty in the spec of one node of several machines, where agents have the prefix instead.
+        Empty in the spec of one node of several machines: there the launcher has put the prefix
+        before the command of the agent.
         """
         return self.config.wrapper if self.node is None else ()
 
@@ -138,11 +143,14 @@ class WorldSpec:
 
     @property
     def nodes(self) -> list[int]:
-        """The number of each rank's node, in the order of ranks."""
+        """The number of the node on which each rank is, in the order of ranks."""
         return [each.node for each in self.slots] or [0] * self.world_size
 
     def slot(self, rank: int) -> Slot:
-        """Return a rank's slot, in which nodes without ranks are not counted, as with torchrun."""
+        """Return a rank's local rank and node, with nodes numbered as by torchrun.
+
+        Nodes without ranks are not counted, so that the numbers have no gaps.
+        """
         node, local_rank = self.slots[rank] if self.slots else (0, rank)
         used_nodes = sorted({*self.nodes})
         return Slot(local_rank, self.nodes.count(node), used_nodes.index(node), len(used_nodes))
@@ -153,10 +161,10 @@ class WorldSpec:
         return tuple(rank for rank, node in enumerate(self.nodes) if self.node in (None, node))
 
     def gpus_of(self, rank: int) -> tuple[str, ...]:
-        """Return the GPUs that the rank sees: all of its node, or only its own MIG slice.
+        """Return the GPUs that the rank sees: all GPUs of its node, or only its own MIG slice.
 
-        Simulated nodes divide the machine's GPUs: each node has at most as many GPUs as ranks.
-        If there are too few GPUs, nodes share some.
+        If one machine simulates several nodes, the nodes divide its GPUs: each node has at most as
+        many GPUs as ranks.  If there are too few GPUs, nodes share some.
         """
         gpus, nodes = self.gpus, self.nodes
         if gpus and self.node is None and len({*nodes}) > 1:
@@ -169,18 +177,18 @@ class WorldSpec:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """The data that a worker process gets from its agent at its start."""
+    """The data that an agent passes to a worker process when the process starts."""
 
     rank: int
     world: WorldSpec
     connection_file: str
-    token: str  # in the marks that the worker writes to its stdout for the agent
-    store_path: str  # the file of the store, unless there is a `store_socket`
+    token: str  # a secret text in the marks that the worker writes to its stdout for the agent
+    store_path: str  # the file of torch's FileStore, unless there is a `store_socket`
     cancel_path: str  # the beginning of the path of each `cancel_file`
-    generation: int
-    environ: Mapping[str, str]  # the variables of this rank, besides those of `world`
+    generation: int  # counts how often the world's group is formed, from 1 on
+    environ: Mapping[str, str]  # environment variables of this rank, besides those of `world`
     # None in a new world.  A rank that was restarted or added joins the world's own group and
-    # the groups in this mapping, which has the ranks of each by its name.
+    # the groups in this mapping, which has the ranks of each group by the group's name.
     joins: Mapping[str, tuple[int, ...]] | None = None
     gpus: tuple[str, ...] = ()  # that the rank sees
     sized_in: int = 1  # the generation in which the world's group got its present size
@@ -220,7 +228,7 @@ class WorkerStart:
 
     @property
     def stack_file(self) -> str:
-        """The file for stacks of crashes; its first line tells the agent where calls are stored."""
+        """The file into which faulthandler writes stacks; its first line is a `CallLayout`."""
         return self.connection_file.removesuffix(".json") + ".stack"
 
     @property
@@ -230,7 +238,10 @@ class WorkerStart:
 
 
 def cancel_file(path: str | Path, generation: int) -> Path:
-    """Return the path of the file whose existence calls the forming of this generation off."""
+    """Return the path of a file by which an agent stops the forming of a group.
+
+    If the file exists, ranks no longer wait for other ranks in this generation of the group.
+    """
     return Path(f"{path}.over{generation}")
 
 
@@ -249,9 +260,9 @@ link may be silent for 3 s.
 """
 
 AGENTS_WAIT = 4
-"""How many link timeouts an agent waits for a silent head.
+"""How many link timeouts an agent waits for a silent head before it gives up and ends its workers.
 
-A head that was stopped for some seconds can go on, and so can its world.
+A head that was stopped for some seconds can then go on, and no variables of its world are lost.
 """
 
 
@@ -266,7 +277,7 @@ NBDIST_DECIDES = frozenset(
         *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
     }
 )
-"""Variables that users cannot set for workers: most describe a worker's place in the world."""
+"""Variables that users cannot set for workers, mostly because they say which rank a worker is."""
 
 WITH_NCCL: Mapping[str, str] = {
     # By default torch's watchdog ends a worker whose communicator was aborted or whose context is
@@ -275,23 +286,25 @@ WITH_NCCL: Mapping[str, str] = {
     # By default a first abort writes Flight Recorder's trace to a file, for up to 15 s.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     # If a rank has died, the watchdog sleeps for four times this number of milliseconds, by default
-    # for a minute, and the watchdog's group cannot end before that (torch 2.11).
+    # for a minute.  Until then the process group of the watchdog cannot be destroyed (torch 2.11).
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     # NVLS keeps state in NVLink's switches that does not survive an abort, so the group could not
     # be rebuilt.  NVIDIA's in-process restart turns NVLS off too.
     "NCCL_NVLS_ENABLE": "0",
-    # By default a rank connects in its first collective of a kind: the rank waits for others in C++
-    # before Flight Recorder has an entry of the collective (NCCL from 2.22 on).
+    # By default a rank connects in its first collective of a kind: the rank waits for other ranks
+    # in C++ before Flight Recorder has an entry of the collective, so nbdist could not show in
+    # which collective the rank waits (NCCL from 2.22 on).
     "NCCL_RUNTIME_CONNECT": "0",
-    # nccl's own monitor listens on TCP and answers everybody.  Like Flight Recorder, the monitor
-    # counts launched operations, but neither their ends nor send and recv, so nbdist cannot use it.
+    # nccl's own monitor (RAS) listens on TCP and answers everybody.  nbdist has no use for it:
+    # like Flight Recorder it counts launched operations, and it shows neither which of them have
+    # completed nor send and recv.
     "NCCL_RAS_ENABLE": "0",
 }
 """Further variables of ranks whose backend uses nccl, unless the user sets them.
 
 `torchrun_variables` adds NCCL_SOCKET_IFNAME.  The meanings were read in the headers and libraries
-of torch 2.13 and 2.15.  nbdist does not set TORCH_NCCL_DESYNC_DEBUG, with which torch takes
-TORCH_NCCL_ASYNC_ERROR_HANDLING=0 for 3.
+of torch 2.13 and 2.15.  nbdist does not set TORCH_NCCL_DESYNC_DEBUG, because with that variable
+torch treats TORCH_NCCL_ASYNC_ERROR_HANDLING=0 as 3.
 """
 
 NBDIST_SETS = NBDIST_DECIDES | {
@@ -327,7 +340,10 @@ READ_AT_START = re.compile(
     r"(LD|MALLOC|KMP|GOMP|MKL|OPENBLAS|GLIBC)_.*|PYTHON(?!_EXEC|FAULTHANDLER|PATH).*"
     r"|TORCH_(LOGS|LOGS_.*|CPP_LOG_LEVEL|SHOW_CPP_STACKTRACES)"
 )
-"""Variables that Python or a library reads only when starting: forked workers would ignore them."""
+"""Variables that Python or a library reads only when the process starts.
+
+A forked worker would ignore the user's value, so workers are not forked if the user sets one.
+"""
 
 MULTI_RANK_NCCL = (2, 30)
 """The first version of NCCL that has an option for several ranks on one GPU."""
@@ -358,15 +374,16 @@ def sharing_variables(
 ) -> Mapping[str, str]:
     """Return the variables with which NCCL of this version accepts several ranks on one GPU.
 
-    The variables must be set before NCCL is first used.  NCCL up to 2.31 takes MIG `slices` of one
-    GPU for that GPU, but each slice has its own multiprocessors.  Versions before `MULTI_RANK_NCCL`
-    recognise two ranks on one GPU by host and bus, so each rank gets its own NCCL_HOSTID, and
-    the ranks connect by sockets of the loopback interface.  Values that the user set stay, except
-    for NCCL_HOSTID, to which the rank is appended.
+    The variables must be set before NCCL is first used.  NCCL up to 2.31 treats MIG `slices` of a
+    GPU as the same GPU, too.  Versions before `MULTI_RANK_NCCL` refuse two ranks that have
+    the same host id and the same GPU, so each rank gets its own NCCL_HOSTID, and the ranks connect
+    by sockets of the loopback interface.  Values that the user has set stay, except that the rank
+    is appended to NCCL_HOSTID.
     """
-    defaults = {"NCCL_NVLS_ENABLE": "0"}  # NVLS reduces in the switch between GPUs
-    if not slices:
-        defaults["NCCL_MAX_CTAS"] = "1"  # the CUDA kernels of all ranks have to fit on the GPU
+    # NVLS reduces in the switch between GPUs; NCCL refuses NVLS for ranks that share a GPU.
+    defaults = {"NCCL_NVLS_ENABLE": "0"}
+    if not slices:  # each MIG slice has multiprocessors of its own
+        defaults["NCCL_MAX_CTAS"] = "1"  # the CUDA kernels of all ranks must fit on the GPU
     if version >= MULTI_RANK_NCCL:
         defaults["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     else:
@@ -380,22 +397,24 @@ def sharing_variables(
 def torchrun_variables(
     spec: WorldSpec, rank: int, port: int, error_file: str = ""
 ) -> Mapping[str, str]:
-    """Return the environment variables of one rank: those that torchrun sets, and nbdist's own.
+    """Return the environment variables of one rank: the variables of torchrun, and nbdist's own.
 
-    `port` is MASTER_PORT unless the spec has a port; nothing listens there yet.  `@record` writes
-    to `error_file`.  Names and meanings are those of torch.distributed.elastic
-    (agent/server/local_elastic_agent.py), which Accelerate and Lightning read; tests compare with
-    a real torchrun.  TORCHELASTIC_SIGNALS_TO_HANDLE is missing: it is for torchrun's own process.
+    `port` becomes MASTER_PORT unless the spec has a port; nothing listens there yet.  torch's
+    decorator `@record` writes errors to `error_file`.  Names and meanings are those of
+    torch.distributed.elastic (agent/server/local_elastic_agent.py), since Accelerate and Lightning
+    read these variables; tests compare them with a real torchrun.  Only
+    TORCHELASTIC_SIGNALS_TO_HANDLE is missing, which is for torchrun's own process.
     """
     slot, size = spec.slot(rank), str(spec.world_size)
     gpus = spec.gpus_of(rank)
     unless_set = {
-        # By default gloo resolves the host's name, and listens on the resulting address.
+        # By default gloo listens on the address that the host's name resolves to, which may belong
+        # to another network.
         "GLOO_SOCKET_IFNAME": spec.interface,
         # With torchrun's 1, torch ends a worker that has waited for ten minutes, even if the worker
         # is in a debugger.  nbdist itself aborts collectives that wait in vain.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-        "TORCH_NCCL_ENABLE_MONITORING": "0",  # the monitor would end waiting workers, too
+        "TORCH_NCCL_ENABLE_MONITORING": "0",  # torch's monitor thread would end such workers, too
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",  # figures are the cell's outputs
     }
     if uses_nccl(spec.backend or ""):
@@ -420,7 +439,7 @@ def torchrun_variables(
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": spec.name,
         "TORCHELASTIC_ERROR_FILE": error_file,
-        # torchrun sets 1, with which the other cores would be idle.
+        # torchrun sets 1, with which most cores would be idle.
         "OMP_NUM_THREADS": spec.environ.get("OMP_NUM_THREADS") or str(spec.threads),
         "PYTHON_EXEC": spec.python,  # read by a torchrun that a cell starts
         "NBDIST_WORLD": spec.name,

@@ -20,13 +20,13 @@ STORE_SOCKET = "store.sock"
 MAX_STORE_BYTES, MAX_STORE_WAIT = 64 << 20, 20.0
 """The most bytes of one operation or answer, and the most seconds that one operation waits.
 
-Addresses of ranks take some kilobytes; user code may store more.  For a longer wait a rank sends
-its operation again.
+Addresses of ranks take some kilobytes; user code may store more.  A rank that wants to wait longer
+sends its operation again.
 """
 
 
 class Set(NamedTuple):
-    """Store each value under its key; answered by None."""
+    """Store each value in the mapping under its key; answered by None."""
 
     values: Mapping[str, bytes]
 
@@ -39,7 +39,7 @@ class Get(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Wait at most `seconds` seconds until all keys exist; answered by whether all exist."""
+    """Wait at most `seconds` seconds until all keys exist; answered by True if all exist."""
 
     keys: tuple[str, ...]
     seconds: float = 0.0
@@ -64,14 +64,14 @@ class CompareSet(NamedTuple):
 
 
 class Append(NamedTuple):
-    """Append bytes to the value under the key, b"" if the key is missing; answered by None."""
+    """Append bytes to the value under the key; a missing key counts as b"".  Answered by None."""
 
     key: str
     value: bytes
 
 
 class Delete(NamedTuple):
-    """Delete the key; answered by whether it existed."""
+    """Delete the key; answered by True if the key existed."""
 
     key: str
 

@@ -44,23 +44,32 @@ message that the sender has read."""
 
 
 class FrameKind(Enum):
-    """The kind of a transmission; only after MESSAGE and an agent's ENDED do more frames follow."""
+    """The kind of a transmission, in its header.
+
+    Further frames follow the header of a MESSAGE, and of an ENDED that an agent sends.
+    """
 
     MESSAGE = b"m"
     BEAT = b"b"
     AGAIN = b"a"
-    """From an agent that has connected again, to let the head send kept messages again."""
+    """From an agent that has connected again: the head must send the kept messages again."""
     ENDED = b"e"
     """From an agent: the agent whose identity follows has ended.  To an agent: the head has given
-    the link to this agent up."""
+    up the link to this agent."""
 
 
 class Mismatch(Exception):
-    """The other end has read more messages than this end has sent: this end gave the link up."""
+    """The other end has read more messages than this end has sent.
+
+    This end has given up the link, and counts messages from 0 again.
+    """
 
 
 class Numbered:
-    """Numbers the messages of an end, and keeps each until the other end has acknowledged it."""
+    """Numbers the messages that one end of a link sends, and checks the numbers of those it reads.
+
+    A sent message is kept until the other end has acknowledged it.
+    """
 
     def __init__(self) -> None:
         self._kept: deque[Sequence[Frame]] = deque()
@@ -70,7 +79,7 @@ class Numbered:
 
     @property
     def has_read(self) -> bool:
-        """Whether this end has read a message of which no header has told the other end yet."""
+        """Whether this end has read a message that it has not acknowledged by a header yet."""
         return self._acknowledged < self._last_read
 
     def message(self, frames: Sequence[Frame]) -> list[Frame]:
@@ -158,7 +167,8 @@ def piece_of(fetch: Fetch) -> SegmentPiece:
 class _Coming:
     """An incomplete copy of a segment, of which the first `requested` bytes were requested.
 
-    `end` gets the problem, or "" if the copy is complete or dropped, or if the segment is gone.
+    The future `end` gets "" when the copy is complete or dropped or the segment is gone; if the
+    copy cannot be filled, it gets the reason.
     """
 
     ref: SegmentRef
@@ -190,7 +200,8 @@ class Receiving:
     async def copy_segments(self, refs: Iterable[SegmentRef]) -> str:
         """Copy segments to this process; return why there is no memory for a segment, or "".
 
-        A segment that is gone, or was dropped meanwhile, is no reason, but missing in `places`.
+        If a segment is gone or was dropped meanwhile, the method returns "" too, but `places` does
+        not have the segment.
         """
         futures = []
         for ref in refs:
@@ -212,12 +223,13 @@ class Receiving:
     def add_piece(self, piece: SegmentPiece) -> None:
         """Store a piece in the copy of its segment, and request further pieces."""
         delay = time.monotonic() - self._request_times.popleft()
-        # A slow piece has waited on the link, as a message of Stop would: request fewer at a time.
+        # A slow piece has waited on the link behind other pieces, and a message that interrupts a
+        # cell would wait as long: request fewer pieces at a time.
         self._least_delay = min(self._least_delay, delay)
         step = 1 if delay - self._least_delay < MAX_DELAY else -1
         self._window = min(max(1, self._window + step), MAX_WINDOW)
         coming = self._coming.get(piece.path)
-        # Other pieces are late: their segment was dropped, and perhaps requested again since.
+        # Ignore a piece of a copy that was dropped meanwhile, and perhaps begun again.
         if coming is not None and piece.offset == coming.blank.filled:
             self._fill(coming, piece)
         self._request_pieces()

@@ -1,10 +1,11 @@
-"""Tasks for ranks, the messages of workers about them, and marks in a worker's stdout.
+"""Tasks for ranks, the messages of workers about their tasks, and marks in a worker's stdout.
 
 The notebook makes tasks, and agents pass tasks on to workers.  The agent reads a worker's text from
-pipes, so that text from before a death is read too.  Python's stdout and stderr share a pipe, and
-keep their order there; stderr of C code and child processes has another pipe.  Figures, errors and
-a task's end are numbered messages.  For each message the worker writes a mark with the number to
-stdout, where the message belongs in the text.
+pipes, so that it also gets the text that a worker printed just before its death.  Python's stdout
+and stderr share a pipe, and keep their order there; stderr of C code and child processes has
+another pipe.  Figures, errors and a task's end are numbered messages.  For each message the worker
+writes a mark with the message's number to stdout, so that the agent knows after which text the
+message came.
 
 A mark is an APC escape sequence (ECMA-48 8.3.2), which terminals ignore.  A mark contains a token
 that no output has by chance, and is shorter than PIPE_BUF, so Linux writes the mark in one piece.
@@ -59,7 +60,7 @@ class Script:
 
 
 class OpCall(NamedTuple):
-    """A call of `snapshot.write` or another op.
+    """A call of an op on the ranks, by the names of the op's file and function: `snapshot.write`.
 
     The arguments are plain data, and values of the user are in a `Payload`.
     """
@@ -72,7 +73,7 @@ Work = CellCode | Script | OpCall
 
 
 class Surroundings(NamedTuple):
-    """The changes of the notebook's process since the world started, which ranks make too.
+    """Changes of the notebook's process since the world started, which ranks make before a task.
 
     `folder` is the notebook's current folder, `first` its folder at the start.  `sys_path` is None
     if it has not changed.  `environ` has the changed environment variables, with None for a removed
@@ -109,7 +110,8 @@ class Task:
     attempt: Attempt = Attempt()
     # From this level on the ranks' `logging` sends records to the notebook; None for no records.
     log_level: int | None = None
-    # By new rank: the names that other ranks have imported, as in `Done.imported`.
+    # By new rank: the names that other ranks have imported and that the new rank imports before the
+    # work, as in `Done.imported`.
     imports: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     # By rank: keys of objects that no longer exist in the notebook.
     forget: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
@@ -117,7 +119,8 @@ class Task:
     deleted: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     execution_count: int | None = None  # as in the `Cell In[5]` of tracebacks
     key: str = ""  # the front end's id of the cell, "" for none
-    # If True, the cell's last value is returned; a big one stays on the rank under the task's id.
+    # If True, the cell's last value is returned; a big value stays on the rank, which keeps the
+    # value under the task's id for a later request.
     keeps: bool = False
     brings_small: bool = False  # if True, the cell's last value is returned only if it is small
     around: Surroundings | None = None  # None if nothing has changed
@@ -249,7 +252,7 @@ def mark_pattern(token: str) -> re.Pattern[bytes]:
 
 
 LONGEST_MARK = 80
-"""No mark has more bytes than this; so many at the end of a read may be an incomplete mark."""
+"""The most bytes of a mark, and so of an incomplete mark at the end of a read."""
 
 
 def cut_off_pattern(token: str) -> re.Pattern[bytes]:
