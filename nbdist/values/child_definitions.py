@@ -22,24 +22,27 @@ import cloudpickle.cloudpickle as by_value
 from nbdist.values.definitions import REFERENCE_LENGTH, class_attributes, set_annotations
 
 script_names: set[str] = set()
-"""Names that a running script binds: a spawned child imports the script, so it binds them too."""
+"""Names that a running script binds.  A spawned child imports the script and so has them, too."""
 
 _marks: weakref.WeakKeyDictionary[types.FunctionType, str] = weakref.WeakKeyDictionary()
-"""Each function's mark, a text that identifies it; a class has cloudpickle's tracker id as mark."""
+"""The mark of each function, a text that identifies the function in this worker's processes.
+
+The mark of a class is cloudpickle's tracker id."""
 
 _marked: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-"""The worker's own functions and classes by their marks; a forked child inherits the table."""
+"""By mark: the worker's own functions and classes.  A forked child inherits the table."""
 
 
 def share_definitions_with_children() -> None:
     """Let this process and its multiprocessing children exchange functions and classes of cells.
 
     A spawned child cannot import a worker's `__main__`, so definitions are pickled by value.  A
-    forked child uses the definitions that it has inherited, and the worker uses its own if a child
-    sends them back: copies would have other globals, and fail `isinstance`.
+    forked child that is sent a definition uses the one that it has inherited, and the worker uses
+    its own definition if a child sends it back.  Copies would have other globals, and instances
+    would fail `isinstance`.
     """
     _pickle_by_value()
-    # A spawned child imports the parent's script as `__mp_main__`, and pickles that name.
+    # A spawned child imports the parent's script as `__mp_main__`, and sends that name in pickles.
     sys.modules["__mp_main__"] = sys.modules["__main__"]
     os.register_at_fork(before=_mark_all)
 
@@ -58,7 +61,7 @@ def _reduce(_pickler: ForkingPickler, value: Any) -> Any:
 
 
 class _Pickler(by_value.Pickler):  # type: ignore[misc]  # it has no types
-    """cloudpickle's pickler, but with the annotations of classes, which are lost on Python 3.14."""
+    """cloudpickle's pickler, which on Python 3.14 would lose the annotations of classes."""
 
     def reducer_override(self, value: Any) -> Any:
         reduced = super().reducer_override(value)
@@ -70,7 +73,8 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # it has no types
 
 def _receive(mark: str, pickled: bytes) -> Any:
     if mark not in _marked and parent_process() is None:
-        _mark_all()  # a class that was pickled inside another definition is not in the table yet
+        # A class that was pickled as a part of another definition is not in the table yet.
+        _mark_all()
     if (definition := _marked.get(mark)) is not None:
         return definition
     _pickle_by_value()  # so that a spawned child can send the definition, or instances, back
@@ -82,7 +86,10 @@ def _is_definition(value: Any) -> bool:
 
 
 def _is_found_by_name(value: Any) -> bool:
-    """Return True if pickle may send the name alone, as the receiver has the definition too."""
+    """Return True if pickle may send only the name, because the receiver has the definition.
+
+    This holds for a definition that a child sends to its parent, and for names of a script.
+    """
     first, *others = value.__qualname__.split(".")
     is_sent_to_parent = parent_process() is not None and get_spawning_popen() is None
     if not is_sent_to_parent and first not in script_names:
@@ -104,7 +111,7 @@ def _mark(value: Any) -> str:
 
 
 def _mark_all(kind: type | None = None) -> None:
-    """Mark the functions and classes that `__main__` or a class has under their own names."""
+    """Mark each function and class that `__main__`, or the class `kind`, has under its own name."""
     names = vars(kind) if kind else sys.modules["__main__"].__dict__
     prefix = f"{kind.__qualname__}." if kind else ""
     for name, value in [*names.items()]:

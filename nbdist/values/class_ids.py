@@ -1,7 +1,7 @@
-"""Gives equal classes that several ranks have defined by the same cell the same id.
+"""Gives a class that several ranks have defined by the same cell the same id on all ranks.
 
-So the notebook gets one class if it gathers the class's instances from several ranks.  Runs in
-workers, whose kernels call `name_classes` after a task.
+So the notebook gets a single class if it gathers instances of the class from several ranks.  Runs
+in workers, whose kernels call `name_classes` after a task.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from nbdist.values.definitions import Variable
 def name_classes(names: Mapping[str, Any], task_id: str) -> None:
     """Give ids to the classes that a task has bound; equal classes of two ranks get equal ids.
 
-    A receiver of pickles recognises a class by its id.  `names` has the variables that the task
+    A receiver of pickles recognizes a class by its id.  `names` has the variables that the task
     has bound.  A class that already has an id, because it came from the notebook or was pickled
-    before, keeps that id.  If the code or plain values of a class differ between ranks, so do the
-    ids; `_outline` reads a limited number of values.
+    before, keeps that id.  If the code or plain values of a class differ between ranks, so do its
+    ids; of a very big class, only the values in `_outline` count.
     """
     for name, kind in _classes_in(names, ""):
         if kind in by_value._DYNAMIC_CLASS_TRACKER_BY_CLASS:
@@ -36,11 +36,14 @@ def name_classes(names: Mapping[str, Any], task_id: str) -> None:
 
 
 def _classes_in(names: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, type]]:
-    """Yield names and classes of `__main__`, also nested; a class's own name before its aliases."""
+    """Yield (name, class) for the classes of `__main__` in `names`, and for classes inside them.
+
+    If a class has several names, its own name comes first.
+    """
     classes = [
         (prefix + name, value)
         for name, value in sorted(names.items())
-        # Not `isinstance`, which reads `__class__`: that of a proxy object can raise.
+        # Not `isinstance`, which reads `__class__`: a proxy object can raise an error then.
         if issubclass(type(value), type) and value.__module__ == "__main__"
     ]
     for name, kind in sorted(classes, key=lambda each: each[0] != each[1].__qualname__):
@@ -50,7 +53,10 @@ def _classes_in(names: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, ty
 
 
 def _outline(kind: type) -> Any:
-    """Return a class's code and plain values as data with the same `repr` in all processes."""
+    """Return a class's code and plain values as data that has the same `repr` in all processes.
+
+    At most `_LARGEST_OUTLINE` values are read.
+    """
     remaining = _LARGEST_OUTLINE
 
     def outline(value: Any, depth: int = 0) -> Any:

@@ -1,7 +1,7 @@
-"""Copies values from another rank, the notebook or a file into the objects that a rank already has.
+"""Copies new values from another rank, the notebook or a file into a rank's own objects, in place.
 
 The rank's objects keep their identity, so that optimizers, wrappers and containers still refer to
-them.  Runs in workers, called by `nbdist.worker.counterparts`.
+these objects.  Runs in workers, called by `nbdist.worker.counterparts`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _UNPAIRED = object()
 def copy_into(
     variables: Mapping[str, tuple[Any, Any]], others: Iterable[tuple[Any, Any]], *tops: Any
 ) -> tuple[dict[int, Any], set[str]]:
-    """Copy the second object of each pair into the first, in place, and their parts likewise.
+    """Copy the new object of each pair (old, new) into the old one, in place, with their parts.
 
     `variables` has the pair of each variable by its name, `others` has further pairs.  In the new
-    values `tops` each paired object is replaced by its old partner.
+    values `tops`, each new object that was copied is replaced by its old object.
 
-    Return which object stands for each new object, by the new object's id, and the names of
-    variables that could not be changed in place, for example because a tensor has another shape.
-    Nothing is copied for such a variable.  The names include variables that share a tensor or
-    module with such a variable.
+    Return by the id of each new object the object that is used in its place.  Also return the names
+    of variables that could not be changed in place, for example because a tensor has another shape.
+    Nothing is copied for such a variable, nor for a variable that shares a tensor or module with
+    it, whose name is returned too.
     """
     failed, kept = set[str](), set[int]()
     while True:
@@ -58,9 +58,12 @@ class _Copying:
         self._torch: Any = sys.modules.get("torch")
 
     def match(self, old: Any, new: Any, *, is_top: bool = False) -> bool:
-        """Pair two objects and their parts; return False if a tensor, module or alias prevents it.
+        """Pair two objects and their parts, for `copy`; return False if this is impossible.
 
-        With `is_top` return False also if `old` and `new` themselves cannot be paired.
+        It is impossible if a tensor or module would have to be replaced instead of changed, or if
+        `new` is paired with another object already.  Of other parts that cannot be paired, such as
+        a list that has become a tuple, the new one is used later.  With `is_top` return False also
+        if `old` and `new` themselves cannot be paired.
         """
         if type(new) in ATOMIC:
             return not is_top
@@ -128,7 +131,7 @@ class _Copying:
         )
 
     def strict_ids_in(self, value: Any) -> set[int]:
-        """Return the ids of tensors and modules that a value holds in containers and attributes."""
+        """Return the ids of a value's tensors and modules, in containers and attributes too."""
         ids, seen_ids, waiting = set[int](), set[int](), [value]
         while waiting:
             part = waiting.pop()
@@ -146,7 +149,10 @@ class _Copying:
         return ids
 
     def copy(self, tops: Iterable[Any]) -> None:
-        """Give old objects the contents of their new partners; put the old partners into `tops`."""
+        """Give old objects the contents of the new objects with which `match` has paired them.
+
+        In the values `tops`, replace new objects by their old partners.
+        """
         for old, new in [*self._pairs]:
             if old is not new:
                 self._copy(old, new)
@@ -184,7 +190,8 @@ class _Copying:
                 old[:] = new
             case _:
                 attributes = {name: sub(part) for name, part in vars(new).items()}
-                # A class's own `__getstate__` may leave out attributes: the old object keeps them.
+                # Remove attributes that the new object lacks; but not from a module, nor if the
+                # class's own `__getstate__` may have left the attributes out of the pickle.
                 kind: Any = type(old)
                 if kind.__getstate__ is object.__getstate__ and not self._is_module(old):
                     for name in vars(old).keys() - attributes.keys():
@@ -192,9 +199,9 @@ class _Copying:
                 vars(old).update(attributes)
 
     def _substitute(self, value: Any) -> Any:
-        """Return the old partner of a new object.
+        """Return the old partner of a new object; without a partner return the object itself.
 
-        A value without a partner is returned with old partners in the place of its parts.
+        In an object without a partner, parts that have partners are replaced by them.
         """
         partner = self.instead.get(id(value), _UNPAIRED)
         if partner is not _UNPAIRED:
@@ -226,14 +233,14 @@ def _has_attributes(value: Any) -> bool:
 
 
 def _is_definition(value: Any) -> bool:
-    """Return True for a class or function of `__main__`."""
+    """Return True if a value is a class or function of `__main__`."""
     return isinstance(value, type | types.FunctionType) and value.__module__ == "__main__"
 
 
 def _parts_of_definition(value: Any) -> dict[Any, Any]:
     """Return a class's attributes, or a function's attributes, defaults and captured values.
 
-    The name of a captured value is the number of its variable in the closure.
+    The key of a captured value is the number of its variable in the closure, and not a name.
     """
     if isinstance(value, type):
         return {name: part for name, part in vars(value).items() if not name.startswith("__")}

@@ -1,7 +1,7 @@
 """Helps to pickle functions and classes of `__main__`, and rebuilds them in the receiver.
 
-The sources of their cells are sent too, so that `inspect`, tracebacks and IPython find them.  The
-notebook and workers use this file through `nbdist.values.pickling`.
+The texts of the cells that define them are sent too, so that `inspect`, tracebacks and IPython find
+the source.  The notebook and workers use this file through `nbdist.values.pickling`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import cloudpickle.cloudpickle as by_value
 
 SYSTEM_NAMES = re.compile(r"_+|_i+|_i?\d+|_[dio]h|_exit_code|__\w+__|In|Out|exit|quit|get_ipython")
-"""Matches the names that Python and IPython bind in `__main__`."""
+"""Matches the names that Python and IPython, and not the user, bind in `__main__`."""
 
 PYTHON = sys.version_info[:2]
-"""The version of this Python, as (3, 12): code of functions is used only by the same version."""
+"""This Python's version, as (3, 12); a function's code can run only in the version that made it."""
 
 _JUMPS = frozenset(dis.hasjrel + dis.hasjabs)
 
@@ -74,8 +74,8 @@ def details_of(function: types.FunctionType) -> dict[str, Any]:
 def annotations_of(value: types.FunctionType | type) -> Any:
     """Return the annotations of a function or a class.
 
-    Python 3.14 evaluates annotations when they are read.  If evaluating raises, as for a name that
-    is not bound yet, all are texts, as with `from __future__ import annotations`.
+    Python 3.14 evaluates annotations when they are read.  If that raises an error, for example
+    because a name is not bound yet, return all annotations as texts.
     """
     try:
         return value.__annotations__
@@ -85,9 +85,10 @@ def annotations_of(value: types.FunctionType | type) -> Any:
 
 
 def set_annotations(kind: type, attributes: dict[str, Any]) -> None:
-    """Put a class's annotations into `attributes`, evaluated, unless they are empty.
+    """Put a class's evaluated annotations into `attributes`, unless there are none.
 
-    A class of Python 3.14 evaluates annotations by a function, which cloudpickle leaves out.
+    In Python 3.14 a class has a function that evaluates its annotations when they are read.
+    cloudpickle leaves this function out, so the receiver's class would have no annotations.
     """
     for name in _OF_ANNOTATIONS:
         attributes.pop(name, None)
@@ -98,7 +99,7 @@ def set_annotations(kind: type, attributes: dict[str, Any]) -> None:
 
 
 def class_attributes(state: Any) -> dict[str, Any]:
-    """Return a class's attributes: the first item of the state with which a class is pickled."""
+    """Return a class's attributes, the first item of the state with which cloudpickle sends it."""
     attributes: dict[str, Any] = state[0]
     return attributes
 
@@ -114,9 +115,9 @@ class MadeBy:
 
 
 class Variable:
-    """Stands in a pickle for a variable that closures capture (a cell of Python).
+    """Stands in a pickle for a variable that closures capture (Python's `cell` object).
 
-    Closures that share a stand-in share a variable in the receiver.
+    Closures that share a variable here have the same stand-in, and so share it in the receiver.
     """
 
     def __init__(self, cell: types.CellType) -> None:
@@ -129,7 +130,8 @@ class Variable:
         return ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The value is set later, because it may lead to the functions that capture the variable.
+        # The receiver first makes the variable without its value, because the value may lead to the
+        # functions that capture the variable; `fill_function` sets the value.
         return types.CellType, ()
 
 
@@ -141,11 +143,12 @@ class Import(MadeBy):
 
 
 def require_importable(module: types.ModuleType) -> str:
-    """Return the name by which a module can be imported; raises PicklingError if it cannot be."""
+    """Return a module's name; raises PicklingError if the module cannot be imported by its name."""
     name = module.__name__
     if sys.modules.get(name) is not module:
         raise pickle.PicklingError(f"module {name!r} cannot be imported by its name")
-    # A module without a spec was made by hand.  A submodule may be made by its package, though.
+    # A module without a spec was made by code and has no file.  A submodule is accepted: importing
+    # its package may make it in the receiver, too.
     if module.__spec__ is None and name != "__main__" and "." not in name:
         raise pickle.PicklingError(f"module {name!r} does not come from a file")
     return name
@@ -157,7 +160,8 @@ def global_names(code: types.CodeType) -> frozenset[str]:
         return cached
     used, stored = set(), {"__name__"}
     bytecode = dis.Bytecode(code)
-    # Behind a jump, or where an error is caught, a name may not have been stored.
+    # A name counts as stored only if its STORE_NAME comes before any jump and outside of `try`: a
+    # later STORE_NAME may not run.
     straight = min((each.start for each in bytecode.exception_entries), default=sys.maxsize)  # type: ignore[attr-defined]  # in no stub
     for instruction in bytecode:
         name = instruction.argval
@@ -170,7 +174,8 @@ def global_names(code: types.CodeType) -> frozenset[str]:
                 stored.add(name)
             case "DELETE_NAME":
                 stored.discard(name)
-            # The body of a class looks for a name among its own names first.
+            # The body of a class looks among its own names first: the name is global only if the
+            # body has not stored it.
             case "LOAD_NAME" if name not in stored:
                 used.add(name)
     inner = (global_names(each) for each in code.co_consts if isinstance(each, types.CodeType))
@@ -181,7 +186,10 @@ def global_names(code: types.CodeType) -> frozenset[str]:
 def imported_submodules(
     function: types.FunctionType, names: frozenset[str]
 ) -> list[types.ModuleType]:
-    """Return submodules that a function may use through packages: the receiver must import them."""
+    """Return the submodules that a function may use as attributes of packages.
+
+    The receiver must import them too: importing the package alone may not.
+    """
     used = (function.__globals__.get(name) for name in sorted(names))
     modules = (each for each in used if isinstance(each, types.ModuleType))
     paths = [each.__name__ for each in modules if hasattr(each, "__path__")]
@@ -198,8 +206,8 @@ def pop_slots(kind: type, state: dict[str, Any]) -> tuple[str, ...] | None:
     """Return the slots that a class itself defines; None if the class has no `__slots__`.
 
     Also None for a `NamedTuple`, whose class is always made with empty slots.  The descriptors that
-    Python made for the slots are removed from `state`: they cannot be pickled, and the receiver
-    gets them when it makes the class with these slots.
+    Python made for the slots are removed from `state`: they cannot be pickled, and Python makes
+    them again when the receiver makes the class.
     """
     if "__slots__" not in kind.__dict__ or NamedTuple in kind.__dict__.get("__orig_bases__", ()):
         return None
@@ -216,7 +224,7 @@ _OF_MEMBERS = {"_value_", "_name_", "__objclass__", "_sort_order_"}
 
 
 def member_attributes(kind: type[enum.Enum]) -> list[tuple[str, dict[str, Any]]]:
-    """List (name, attributes) of the Enum members with more attributes than Python gives each."""
+    """List (name, attributes) for the members of an Enum to which the user gave attributes."""
     members = (
         (name, {key: value for key, value in vars(member).items() if key not in _OF_MEMBERS})
         for name, member in kind.__members__.items()
@@ -240,7 +248,10 @@ def parts_of_dispatcher(function: Any) -> tuple[Any, dict[type, Any], dict[str, 
 
 
 def is_importable(value: Any) -> bool:
-    """Return True if an object's module, not `__main__`, has this very object under its name."""
+    """Return True if an object's qualified name in its module leads to this very object.
+
+    False for objects of `__main__`, which no other process can import.
+    """
     candidate: Any = sys.modules.get(value.__module__)
     if value.__module__ == "__main__":
         return False
@@ -250,12 +261,14 @@ def is_importable(value: Any) -> bool:
 
 
 def other_name(kind: type) -> str | None:
-    """Return a name of a class in its module if `__qualname__` does not lead to the class.
+    """Return the name under which a class is in its module, if that is not its `__qualname__`.
 
-    None for other classes, for classes made in `__main__` or a function, and without a name.
+    None if `__qualname__` leads to the class, if the class was made in `__main__` or in a function,
+    or if its module has no name for it.
     """
     module = sys.modules.get(kind.__module__)
-    # A class made in a function gets its name at run time, which other processes lack.
+    # A class made in a function may have a name in its module only in this process, since the
+    # function may not have run in other processes.
     if module is None or kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
         return None
     if is_importable(kind):
@@ -284,14 +297,14 @@ _OF_ONE_PROCESS = frozenset(
         "wandb.sdk.wandb_run.Run",
     }
 )
-"""Classes of process-bound objects, which know how many processes there are, and their own number.
+"""Classes of process-bound objects, which have the number of processes and of their own process.
 
 On a rank, the notebook's object would say that it is process 0 of 1.
 """
 
 
 def process_bound_name(kind: type) -> str | None:
-    """Return the name of a class if its objects are process-bound; else, and in ranks, None."""
+    """Return the name of a class if its objects are process-bound; always None on a rank."""
     names = (f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
     if is_rank or _OF_ONE_PROCESS.isdisjoint(names):
         return None
@@ -313,7 +326,10 @@ KNOWS_ITS_PROCESS = (
 
 @contextmanager
 def receiving(namespace: dict[str, Any] | None) -> Iterator[None]:
-    """Within this context, unpickled functions of the sender's `__main__` get these globals."""
+    """Within this context, functions of the sender's `__main__` get `namespace` as their globals.
+
+    With None they get the `__main__` of this process.
+    """
     token = _receiver.set(namespace)
     try:
         yield
@@ -322,7 +338,7 @@ def receiving(namespace: dict[str, Any] | None) -> Iterator[None]:
 
 
 def receiving_namespace() -> dict[str, Any]:
-    """Return the globals for functions of the sender's `__main__` that are being unpickled."""
+    """Return the globals for functions that are being unpickled, as set by `receiving`."""
     namespace = _receiver.get()
     return sys.modules["__main__"].__dict__ if namespace is None else namespace
 
@@ -339,7 +355,7 @@ def with_submodules(module: types.ModuleType, *submodules: str) -> types.ModuleT
 
 
 def make_code(python: tuple[int, int], filename: str, *parts: Any) -> types.CodeType:
-    """Make a function's code; raises UnpicklingError for code of another Python version.
+    """Make a function's code object; raises UnpicklingError for code of another Python version.
 
     Code of another version could crash this process.
     """
@@ -350,7 +366,10 @@ def make_code(python: tuple[int, int], filename: str, *parts: Any) -> types.Code
 
 
 def fill_function(function: types.FunctionType, state: Any) -> None:
-    """Set a function's details and attributes, and the captured values that were sent."""
+    """Set the details and attributes of a function that was unpickled without them.
+
+    Also set the values of captured variables, except those that were not sent.
+    """
     values, (attributes, details, _) = state
     for cell, contents in zip(function.__closure__ or (), values, strict=True):
         if contents:
@@ -361,7 +380,7 @@ def fill_function(function: types.FunctionType, state: Any) -> None:
 
 
 def fill_dispatcher(dispatcher: Any, state: Any) -> None:
-    """Give a new `singledispatch` function the implementations and attributes of the sender's."""
+    """Give a new `singledispatch` function the sender's implementations and attributes."""
     registry, attributes = state
     for kind, function in registry.items():
         dispatcher.register(kind, function)
@@ -369,14 +388,17 @@ def fill_dispatcher(dispatcher: Any, state: Any) -> None:
 
 
 def dead_reference() -> weakref.ref[Any]:
-    """Return a weak reference whose object is gone."""
+    """Return a weak reference whose object is gone, for a reference that was dead when pickled."""
     return weakref.ref(set())
 
 
 def make_class(maker: Callable[..., type], args: tuple[Any, ...], qualname: str) -> type:
-    """Return the class that has the pickled id here already, else a new class for `fill_class`."""
+    """Return this process's class with the id in `args`; without one make the class.
+
+    `fill_class` then sets the attributes of a new class.
+    """
     # Look for a known class first: cloudpickle does so only after making the new class, and by then
-    # the bases' `__init_subclass__` has registered the new class.
+    # the bases' `__init_subclass__` may have registered the new class, which is not used.
     *_, tracker_id, _ = args
     existing: type | None = by_value._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
     if existing is not None:
@@ -399,9 +421,11 @@ _HOOKS = ("__init_subclass__", "__prepare__", "__new__", "__init__")
 def _without_hooks(args: tuple[Any, ...], only: Container[type] | None = None) -> Iterator[None]:
     """Within this context, making a class with these arguments skips some hooks of its bases.
 
-    Hooks of classes in `only` are skipped, or if `only` is None, hooks of all classes of
-    `__main__`.  Such hooks have run in the sender, and their effects are sent with the classes: if
-    hooks ran again, a registry would have the class twice, or the hook's globals would be missing.
+    A hook is `__init_subclass__` of a base, or a method of the metaclass.  Hooks of classes in
+    `only` are skipped; if `only` is None, hooks of all classes of `__main__`.
+
+    Such hooks have run in the sender, and their effects are sent with the classes.  If hooks ran
+    again, a registry would have the class twice, or a global name of the hook would be missing.
     Hooks of libraries do run, since a library must know the class in this process too.
     """
     metaclass, bases = args[0], args[2]
@@ -425,7 +449,10 @@ def _without_hooks(args: tuple[Any, ...], only: Container[type] | None = None) -
 
 
 def fill_class(kind: type, state: Any) -> None:
-    """Set the sender's attributes on a class that `make_class` has made; change no other."""
+    """Set the sender's attributes on a class that `make_class` has made.
+
+    A class that this process had before is not changed.
+    """
     if kind in _received:
         attributes, slots, *of_members = state
         by_value._class_setstate(kind, (attributes, slots))
@@ -444,10 +471,10 @@ class CellSource(NamedTuple):
 
 
 def cell_source(filename: str) -> CellSource | None:
-    """Return the cell that was compiled under this file name; None for a file or unknown name."""
+    """Return the cell that was compiled under this file name; None for a real file's name."""
     match linecache.cache.get(filename):
-        # An entry without a modification time was added by a compiler, not read from disk.
-        # IPython 7 adds an entry with a time, for a file that does not exist.
+        # A cell's entry has no modification time, since it was not read from a file.  IPython 7
+        # adds entries with a time, but their files do not exist.
         case (_, time, list(lines), _) if time is None or not os.path.exists(filename):
             source = "".join(lines)
             return CellSource(source, _number_of(filename, source))
@@ -472,9 +499,9 @@ def function_name(name: str) -> str:
 def cell_numbers() -> MutableMapping[str, int]:
     """Return IPython's table of execution counts by file name; an empty dict without a table.
 
-    IPython 8 and later have the table in any process, IPython 7 only in workers
-    (worker/compat/ipython.py).  IPython's public functions take only file names that IPython has
-    made in this process, and file names here come from other processes.
+    IPython 8 and later have the table in any process; for IPython 7, workers make it
+    (worker/compat/ipython.py).  The table is private: IPython's public functions take only file
+    names that IPython has made in this process, and file names here come from other processes.
     """
     numbers: MutableMapping[str, int]
     numbers = getattr(getattr(_shell(), "compile", None), "_filename_map", {})
@@ -485,7 +512,7 @@ def _number_of(filename: str, source: str) -> int | None:
     numbers = cell_numbers()
     if filename in numbers:
         return numbers[filename]
-    # With IPython 7 a notebook keeps only the texts of cells: find the last equal text.
+    # With IPython 7 a notebook has only the texts of cells: find the last cell with this text.
     history = getattr(getattr(_shell(), "history_manager", None), "input_hist_parsed", [])
     same = (number for number in reversed(range(len(history))) if history[number] == source)
     return next(same, None)

@@ -1,6 +1,6 @@
-"""Digests of memory, which tell the notebook and workers whether contents have changed.
+"""Digests of memory, by which the notebook and workers notice that contents have changed.
 
-The digests are fast, and no protection against forgery.
+The digests are fast to compute.  They are no protection against contents that were forged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 PIECE_BYTES = 16 << 20
-"""Bytes from which on memory is digested in pieces of this size, by several threads."""
+"""Memory of more bytes is digested in pieces of this size, by several threads."""
 
 _SAMPLE_BYTES, _SAMPLES = 4096, 64
 
@@ -21,8 +21,8 @@ _SAMPLE_BYTES, _SAMPLES = 4096, 64
 def digest_bytes(data: Any) -> str:
     """Return a digest that is the same in every process: the number of bytes and an XXH3-128.
 
-    XXH3 reads some 7 GB/s on one core.  Several threads read pieces of big memory, whose digest is
-    made of the pieces' digests.
+    XXH3 reads some 7 GB/s on one core.  Memory of more than PIECE_BYTES is read in pieces by
+    several threads, and its digest is computed from the digests of the pieces.
     """
     view = memoryview(data).cast("B")
     if view.nbytes <= PIECE_BYTES:
@@ -34,7 +34,7 @@ def digest_bytes(data: Any) -> str:
 
 
 def digest_pieces(pieces: Iterable[Any]) -> str:
-    """Return the XXH3-128 of bytes that come in pieces; only the calling thread reads them."""
+    """Return the XXH3-128 of the pieces put together; uses no further threads."""
     digest = xxhash.xxh3_128()
     for each in pieces:
         digest.update(each)
@@ -42,7 +42,7 @@ def digest_pieces(pieces: Iterable[Any]) -> str:
 
 
 def sample_of(data: Any) -> str:
-    """Return a digest of the size and some pages: if two digests differ, so do the bytes."""
+    """Return a digest of the size and of 64 pages: if two digests differ, so do the bytes."""
     view = memoryview(data).cast("B")
     digest = xxhash.xxh3_128(str(view.nbytes).encode())
     for start in range(0, view.nbytes, max(_SAMPLE_BYTES, view.nbytes // _SAMPLES)):

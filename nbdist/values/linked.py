@@ -36,14 +36,14 @@ from nbdist.values.tensors import Reduced, TensorReducer, set_attributes
 from nbdist.values.updates import ObjectUpdate
 
 READ_FROM = 1 << 20
-"""A pickle of this many bytes or more is read by functions of Python: Stop can interrupt them.
+"""From this many bytes on a pickle is read through functions in Python, so that Stop can interrupt.
 
-Reading so many bytes takes some 10 ms.
+The C code of pickle would read all bytes first; smaller pickles take only some 10 ms.
 """
 
 
 class ValueMessage(NamedTuple):
-    """A message for a rank, with its `size` in bytes, and the `keys` that are new to the rank."""
+    """A message for a rank; `size` has its bytes, `keys` the keys that are new to the rank."""
 
     frames: Sequence[Buffer]
     size: int
@@ -71,7 +71,10 @@ class NotThere(LookupError):
 
 
 class CannotRebuild(Exception):
-    """The variable `name`, or if "" another part, could not be rebuilt; `__cause__` says why."""
+    """Unpickling the variable `name` of a message raised the error in `__cause__`.
+
+    If `name` is "", unpickling an update or another part of the message raised it.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -102,19 +105,23 @@ def reducer_for(namespace: dict[str, Any]) -> Reducer:
 class _Known:
     """The keys of the objects that the receiver has (the keys in `sent`), and of their stand-ins.
 
-    Pickling runs code of users and may collect garbage, so an object may end meanwhile, and a new
-    object may get its id.  The new object does not count as known.
+    Pickling runs users' code and may collect garbage, so an object may end meanwhile, and Python
+    may give its id to a new object.  `key_of` makes sure that such an object does not count as
+    known.
     """
 
     def __init__(self, links: Links, sent: Collection[int]) -> None:
         self._by_id = links.by_id
         entries = links.by_id.copy().items()
-        # By id; the key of an object that has ended since is still here.
+        # By id of the object.  Keys of objects that end later stay here.
         self.keys = {number: entry.key for number, entry in entries if entry.key in sent}
         self._stand_ins: dict[int, int] = {}
 
     def add_stand_in(self, value: object, key: int) -> None:
-        """Record an object that lives as long as the pickler and stands for a known object."""
+        """Record that `value` stands in the pickle for an object that the receiver has.
+
+        `value` must live as long as the pickler, since it is recorded by its id.
+        """
         self.keys[id(value)] = self._stand_ins[id(value)] = key
 
     def key_of(self, value: object) -> int | None:
@@ -138,7 +145,10 @@ class _Memory(TensorReducer):
         self.pieces: dict[int, _BlockPiece] = {}
 
     def piece_of(self, block: MemoryBlock) -> _BlockPiece:
-        """Return a memory block's stand-in, pickled as its key if the receiver has the block."""
+        """Return the stand-in of a memory block for this message.
+
+        If the receiver has the block, the pickle has only the block's key.
+        """
         piece = self.pieces.get(block.key)
         if piece is None:
             piece = self.pieces[block.key] = _BlockPiece(block)
@@ -219,7 +229,7 @@ class _Memory(TensorReducer):
 
 
 def _keep_owner(view: memoryview, owner: Any) -> Any:
-    """Return the ctypes array that a view shows, and let the array keep the owner alive."""
+    """Return the ctypes array behind a view, with a reference that keeps `owner` alive."""
     made: Any = view.obj
     made.owner = owner  # a ctypes array takes attributes
     return made
@@ -240,9 +250,9 @@ class _BlockPiece:
 
 
 class _LinkedPickler(Pickler):
-    """Pickles values, with views of memory blocks; sends objects even if the receiver has them.
+    """Pickles values; tensors and arrays become views of memory blocks.
 
-    `_ReferringPickler` sends the keys of such objects instead.
+    Objects that the receiver has are pickled, too; `_ReferringPickler` pickles only their keys.
     """
 
     def __init__(
@@ -266,14 +276,17 @@ class _LinkedPickler(Pickler):
         return super().reducer_override(value)
 
     def variable_of(self, cell: types.CellType) -> Any:
-        """Return the stand-in of a captured variable, known to the receiver if the variable is."""
+        """Return the stand-in of a variable that closures capture (a cell of Python).
+
+        If the receiver has the variable, the stand-in is pickled as its key.
+        """
         variable = super().variable_of(cell)
         if (key := self._known.key_of(cell)) is not None:
             self._known.add_stand_in(variable, key)
         return variable
 
     def contents_of(self, variable: Any) -> tuple[Any, ...]:
-        """Return (value,) for a captured variable, or () if it is empty or the receiver has it."""
+        """Return (value,) for a captured variable; () if it has no value or the receiver has it."""
         is_known = self._known.key_of(variable) is not None
         return () if is_known else super().contents_of(variable)
 
@@ -281,11 +294,15 @@ class _LinkedPickler(Pickler):
 class _ReferringPickler(_LinkedPickler):
     """Pickles only the key of each object that the receiver has.
 
-    Used only if the receiver has objects: pickle calls `persistent_id` for each, which is slow.
+    If the receiver has no objects, `_LinkedPickler` is used, which is faster: pickle does not have
+    to call `persistent_id` for each object.
     """
 
     def persistent_id(self, value: Any) -> int | None:
-        """Return an object's key if the receiver has the object.  Pickle calls this for each."""
+        """Return an object's key if the receiver has the object, else None.
+
+        Pickle calls this for each object; an object with a key is pickled as its key.
+        """
         return self._known.key_of(value) if id(value) in self._known_ids else None
 
 
@@ -297,10 +314,10 @@ def write(
     sent: Collection[int],
     namespace: dict[str, Any],
 ) -> ValueMessage:
-    """Pickle values and updates for ranks that have the objects of the keys in `sent`.
+    """Pickle values and updates for ranks that have the objects whose keys are in `sent`.
 
-    The receiver registers objects of the message whose keys are in `states`, but not in `sent`.
-    Raises any error that pickling raises.
+    The message lists its new objects, those with a key in `states` that is not in `sent`, so that
+    the receiver can register them.  Raises any error that pickling raises.
     """
     kind = _ReferringPickler if sent else _LinkedPickler
     pickler = kind(namespace, links, _Known(links, sent), sent)
@@ -333,14 +350,14 @@ def write(
     pickler.dump(MadeBy(definitions.keep_cell_sources, pickler.sources))
     frames: list[Buffer] = [pickler.file.getvalue(), *pickler.buffers]
     size = sum(memoryview(frame).nbytes for frame in frames)
-    # The pickler keeps all pickled objects alive, and so the memory that the frames show.
+    # Frames are views of the memory of pickled objects, and the pickler keeps these objects alive.
     message = ValueMessage(_Frames(frames), size, frozenset(new))
     message.frames.pickler = pickler  # type: ignore[attr-defined]
     return message
 
 
 class _Frames(list[Any]):
-    """Frames that keep the objects alive whose memory they show."""
+    """The frames of a message, with the pickler, which keeps the memory of the frames alive."""
 
     pickler: Any = None
 
@@ -359,7 +376,10 @@ class _LinkedUnpickler(plain_pickle.Unpickler):
     find: Callable[[int], Any]
 
     def persistent_load(self, key: Any) -> Any:
-        """Return the object with this key; raises NotThere without one.  Called by pickle."""
+        """Return the receiver's object with this key; raises NotThere if it has none.
+
+        Pickle calls this for each object that was pickled as a key.
+        """
         value = self.find(key)
         if value is None:
             raise NotThere(key)
@@ -371,14 +391,15 @@ def read(
 ) -> ReceivedMessage:
     """Unpickle a message; `find` returns the receiver's own object with a key, or None.
 
-    Raises NotThere if `find` returns None, and CannotRebuild if rebuilding raises an error.
+    Raises NotThere if `find` returns None, and CannotRebuild if unpickling raises another error.
     """
     buffers = [bytearray(frame) if isinstance(frame, bytes) else frame for frame in frames[1:]]
     with definitions.receiving(namespace), without_cycles():
         file = io.BytesIO(frames[0])
         source: Any = file
         if memoryview(frames[0]).nbytes >= READ_FROM:
-            # By functions of Python: C code alone would read on to the end before it noticed Stop.
+            # Let pickle call functions in Python, between which Stop can raise KeyboardInterrupt:
+            # C code alone would read on to the end first.
             source = types.SimpleNamespace(
                 read=lambda size: file.read(size),
                 readline=lambda: file.readline(),
@@ -391,7 +412,8 @@ def read(
         try:
             for name in unpickler.load():
                 values[name] = unpickler.load()
-                # A class's own way of rebuilding may use variables that came before in the message.
+                # A user's class may be rebuilt by a function that uses an earlier variable of the
+                # message: bind the variable until the whole message is read.
                 if namespace is not None and name not in namespace:
                     namespace[name] = values[name]
                     early.append(name)
@@ -420,11 +442,14 @@ def block_from(contents: Any) -> Any:
 
 
 _storages: dict[int, Any] = {}
-"""Weak references to the storages that `storage_on` has made, by address."""
+"""Weak references to the storages that `storage_on` has made, by the address of their memory."""
 
 
 def storage_on(root: Any) -> Any:
-    """Return the storage of a memory block: the same one as long as a tensor uses the storage."""
+    """Return a torch storage on the memory of a block.
+
+    All tensors on the block get the same storage object, as long as any of them is alive.
+    """
     import torch
 
     if isinstance(root, torch.UntypedStorage):
@@ -482,7 +507,7 @@ def array_on(
 
 
 def set_own_attributes(value: Any, attributes: dict[str, Any]) -> None:
-    """Set the attributes of an array whose class the user has made."""
+    """Set the attributes of an array of a user's class."""
     value.__dict__.update(attributes)
 
 

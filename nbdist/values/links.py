@@ -21,15 +21,19 @@ from typing import Any
 from nbdist.values.memory import memory_at
 
 MAX_WHOLE_BYTES = 64 << 20
-"""Memory up to this size is sent whole with its first view that is not scattered, so that later
-views are linked; of bigger memory only the part that a view shows, if that is less than half."""
+"""If a view of memory up to this size is sent, all of the memory is sent, so that later views of it
+share the memory on the ranks too.  Of bigger memory only the view's part is sent, if that part is
+less than half.  Scattered views (`is_scattered`) are copied instead."""
 
 
 ALIGNMENT = 64
 
 
 class _WeakEntry(weakref.ref):  # type: ignore[type-arg]
-    """A weak reference to an object with a key; `tool` names how the object's state is read."""
+    """A weak reference to an object with a key.
+
+    `tool` names the function that reads the object's state, such as "dict" or "tensor".
+    """
 
     __slots__ = ("key", "number", "tool")
 
@@ -39,7 +43,7 @@ class _WeakEntry(weakref.ref):  # type: ignore[type-arg]
 
 
 class _StrongEntry:
-    """A strong reference to an object with a key, to which Python cannot refer weakly."""
+    """A strong reference to an object with a key, if Python allows no weak one, as for a list."""
 
     __slots__ = ("key", "number", "tool", "value")
 
@@ -67,17 +71,18 @@ class _Owners:
         return next((owner for ref in self._refs if (owner := ref()) is not None), None)
 
     def add(self, ref: Callable[[], Any]) -> None:
-        """If a reference is new, add it, and drop references to owners that have ended."""
+        """Add a reference, unless it is in the list, and drop references to objects that ended."""
         if all(ref is not each for each in self._refs):
             self._refs = [*(each for each in self._refs if each() is not None), ref]
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class MemoryBlock:
-    """The part of tensors' and arrays' memory that is sent: the bytes from `start` to `end`.
+    """A piece of memory of tensors and arrays that is sent as one: the bytes from `start` to `end`.
 
-    `owner` returns the object that keeps the memory alive, or on a rank an array of the bytes; None
-    if the memory is free.  `copied` identifies the elements if only a few, far apart, are sent.
+    `owner()` is the object that keeps the memory alive, on a rank an array of the bytes, and None
+    if the memory was freed.  If a tensor has only few elements far apart in the memory, only those
+    elements are sent: `copied` identifies them, and `start` and `end` are 0.
     """
 
     key: int
@@ -110,9 +115,10 @@ class MemoryBlock:
         return self.owner()
 
     def users_storage(self) -> Any:
-        """Return the storage that a tensor of `users` has now, maybe other memory than this block.
+        """Return the storage of a tensor that this rank received as a view of the block.
 
-        None if no such tensor's storage has this block's size.
+        The rank may have given the tensor other memory since, as `model.cuda()` does.  None if no
+        such tensor is left that has a storage of this block's size.
         """
         for user in self.users:
             tensor = user()
@@ -121,7 +127,7 @@ class MemoryBlock:
         return None
 
     def view(self) -> memoryview:
-        """Return the block's bytes on the CPU, to be read as long as the owner is alive."""
+        """Return a view of the block's bytes on the CPU; valid only while the owner is alive."""
         if self._view is None:
             self._view = memory_at(self.start, self.size)
         return self._view
@@ -141,7 +147,7 @@ class Links:
         self.by_key: dict[int, LinkEntry] = {}
         self._strong: dict[int, _StrongEntry] = {}
         self.blocks = Blocks(self)
-        self.has_dead = False  # an object has ended: others may be unused now
+        self.has_dead = False  # whether an object has ended, and objects in it may be unused now
         self._next = itertools.count(random.SystemRandom().getrandbits(40) << 22)
         self._dead: list[int] = []
 
@@ -183,12 +189,18 @@ class Links:
         return entry
 
     def find(self, key: int) -> Any:
-        """Return the object with this key, or else what `owner_of` returns for the key."""
+        """Return the object with this key, or the owner of the memory block with this key.
+
+        None if there is neither.
+        """
         entry = self.by_key.get(key)
         return self.blocks.owner_of(key) if entry is None else entry()
 
     def renew(self, entry: LinkEntry) -> None:
-        """Give an object another key, for new counterparts; the old key counts as dead."""
+        """Give an object another key, so that ranks get a new counterpart.
+
+        The old key counts as dead, so the ranks forget the old counterpart.
+        """
         self.by_key.pop(entry.key, None)
         self._dead.append(entry.key)
         entry.key = next(self._next)
@@ -208,9 +220,10 @@ class Links:
         return tuple(dead)
 
     def drop_unused(self, before_drop: Callable[[Sequence[LinkEntry]], None] | None = None) -> None:
-        """Drop objects to which only this table refers, then objects that only these kept alive.
+        """Drop objects to which only this table refers.
 
-        `before_drop` is called with the entries of unused objects before these are dropped.
+        This is repeated, since objects that only a dropped object kept alive are unused then.
+        `before_drop` is called with the entries of the unused objects before they are dropped.
         """
         self.has_dead = False
         while True:
@@ -238,12 +251,13 @@ class Links:
             del self.by_key[entry.key]
         if self.by_id.get(entry.number) is entry:
             del self.by_id[entry.number]
-        # Without global names: Python also calls this while the interpreter ends.
+        # No name of this module is used here (as `isinstance(entry, _StrongEntry)` would be):
+        # Python also calls this while the interpreter ends, when global names may be gone.
         if entry.number in self._strong and self._strong[entry.number] is entry:
             del self._strong[entry.number]
 
     def _record_death(self, entry: _WeakEntry) -> None:
-        # Python calls this in any thread, also while the interpreter ends.
+        # Python calls this in the thread that frees the object, also while the interpreter ends.
         if self.by_key.get(entry.key) is entry:
             self._dead.append(entry.key)
         self._remove(entry)
@@ -279,7 +293,10 @@ class Blocks:
         return self._by_key.get(key)
 
     def find_containing(self, start: int, end: int, root: int, device: str) -> MemoryBlock | None:
-        """Return a block that contains these bytes of the memory at `root`; None if none does."""
+        """Return a block that contains the bytes from `start` to `end`; None if none does.
+
+        `root` is the address at which the whole memory of the tensor or array begins.
+        """
         for block in self._around(start, root, device):
             if block.owner() is None:
                 self._links._dead.append(block.key)
@@ -298,24 +315,26 @@ class Blocks:
     ) -> MemoryBlock:
         """Return a block that contains the bytes of a view; make a block if none does.
 
-        `root` has the bounds of all memory that the view is of; `make_ref` returns an `owner`.
+        `root` has the bounds of the whole memory of which the view shows a part; `make_ref` returns
+        a reference for `MemoryBlock.owner`.
         """
         if (block := self.find_containing(start, end, root[0], device)) is not None:
             block.add_owner(make_ref())
             return block
         is_whole = root[1] - root[0] <= max(MAX_WHOLE_BYTES, 2 * (end - start))
-        # Aligned, so that views of all types begin at a whole number of elements.
+        # Begin at an aligned address, so that in views of all types a whole number of elements is
+        # between the beginning of the block and the beginning of the view.
         bounds = root if is_whole else (start - (start - root[0]) % ALIGNMENT, end)
         return self.add(MemoryBlock(self._links.new_key(), *bounds, make_ref(), device))
 
     def get_copied(self, what: tuple[Any, ...]) -> MemoryBlock | None:
-        """Return the block of a scattered view, by bounds, type and shape; None without one."""
+        """Return the block of a scattered view with these bounds, dtype, shape and strides."""
         return self._copied.get(what)
 
     def add_copied(
         self, what: tuple[Any, ...], make_ref: Callable[[], Any], device: str
     ) -> MemoryBlock:
-        """Return the block of the few elements that `what` identifies; make a block if needed."""
+        """Return the block for the elements of a scattered view (`what`); make one if needed."""
         block = self._copied.get(what)
         if block is None or block.owner() is None:
             block = MemoryBlock(self._links.new_key(), 0, 0, make_ref(), device, what)
@@ -341,14 +360,14 @@ class Blocks:
             self._remove(block)
 
     def drop_dead(self) -> None:
-        """Drop blocks whose memory was freed, and record their keys as dead."""
+        """Drop the blocks whose memory was freed, and record their keys for `pop_dead_keys`."""
         for block in [*self._by_key.values()]:
             if block.owner() is None and block.users_storage() is None:
                 self._links._dead.append(block.key)
                 self._remove(block)
 
     def _around(self, start: int, root: int, device: str) -> list[MemoryBlock]:
-        """List a device's blocks that begin from `root` to `start`; the last of them first."""
+        """List a device's blocks that begin between `root` and `start`, the last block first."""
         at = bisect_right(self._sorted, start, key=attrgetter("start"))
         blocks = []
         while at > 0 and self._sorted[at - 1].start >= root:

@@ -1,7 +1,7 @@
-"""Addresses of tensors and arrays, the memory that they are views of, and files that they map.
+"""Finds the addresses of tensors and arrays, the memory of which they are views, and mapped files.
 
-The notebook and workers use this file.  Neither torch nor numpy has to be installed: the functions
-are called with objects of a library that the caller has imported.
+The notebook and workers use this file.  It needs neither torch nor numpy to be installed: the
+functions are called with objects of a library that the caller has imported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 
 def has_plain_memory(torch: Any, tensor: Any) -> bool:
-    """Return True for a tensor or parameter, of no subclass, that is a plain view of memory."""
+    """Return True if a tensor or parameter is a plain view of memory; False for subclasses."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -30,7 +30,7 @@ def has_plain_memory(torch: Any, tensor: Any) -> bool:
 
 
 def is_plain_array(value: Any) -> bool:
-    """Return True for a numpy array, also of a subclass that numpy's own methods pickle."""
+    """Return True for a numpy array; of a subclass, only if numpy's own methods pickle it."""
     numpy = sys.modules.get("numpy")
     kind = type(value)
     return (
@@ -66,7 +66,11 @@ def span_of_array(value: Any) -> tuple[int, int]:
 
 
 def is_scattered(data: Any, root: tuple[int, int], start: int, end: int) -> bool:
-    """Return True if a tensor shows less than half of the bytes that it spans in big memory."""
+    """Return True if a tensor shows less than half of the bytes between its begin and its end.
+
+    `root` has the bounds of the memory of which the tensor is a view.  False for memory of 1 MiB or
+    less, which is sent as a whole.
+    """
     if root[1] - root[0] <= 1 << 20:
         return False
     shown = data.element_size()
@@ -78,9 +82,10 @@ def is_scattered(data: Any, root: tuple[int, int], start: int, end: int) -> bool
 def root_of_array(
     torch: Any, array: Any, span: tuple[int, int]
 ) -> tuple[tuple[int, int], Callable[[], Any]]:
-    """Return the bounds of an array's whole memory, or `span` if unknown, and a function.
+    """Return the bounds of the memory of which an array is a view, and a function.
 
-    The function returns a weak reference to an object that keeps the memory alive.
+    The bounds are `span` if they are unknown.  The function returns a weak reference to the object
+    that keeps the memory alive.
     """
     numpy, owner = sys.modules["numpy"], array
     while isinstance(owner.base, numpy.ndarray):
@@ -108,7 +113,10 @@ class FileSpan(NamedTuple):
     at: int  # the array's first element, in bytes from `start`
 
     def exists(self) -> bool:
-        """Return True if on this machine the path is a file with this inode that has the part."""
+        """Return True if this machine has the same file at the path, with the part in it.
+
+        A file with another inode is another file.
+        """
         try:
             status = os.stat(self.path)
         except OSError:
@@ -133,18 +141,21 @@ def file_span_of(value: Any) -> FileSpan | None:
 
 
 def is_of_file(value: Any) -> bool:
-    """Return True if a value has a `file_span_of`, and its file is still at the path."""
+    """Return True if a value is a `numpy.memmap` whose file is still at its path."""
     span = file_span_of(value)
     return span is not None and span.exists()
 
 
 def reduce_to_file(value: Any) -> Any:
-    """Reduce a `numpy.memmap` to its place in its file if `is_of_file`; else NotImplemented."""
+    """Reduce a `numpy.memmap` to its place in its file, so that the receiver maps the file.
+
+    Return NotImplemented for other values, and if the file is no longer at its path.
+    """
     return reduce_file_array(value) if is_of_file(value) else NotImplemented
 
 
 def reduce_file_array(value: Any) -> Any:
-    """Reduce a `numpy.memmap` to its `file_span_of`, if it has one; else NotImplemented."""
+    """Reduce a `numpy.memmap` to its place in its file; return NotImplemented for other values."""
     if (span := file_span_of(value)) is None:
         return NotImplemented
     return map_file, (span, value.dtype, value.shape, value.strides, bool(value.flags.writeable))
@@ -157,7 +168,7 @@ def map_file(
     strides: tuple[int, ...],
     writeable: bool,  # noqa: FBT001 (arguments of a pickle have no names)
 ) -> Any:
-    """Make a `numpy.memmap` of this part of the file; OSError if the file is gone or another."""
+    """Make a `numpy.memmap` of a part of a file; raises OSError if the path has no such file."""
     import numpy as np
 
     span = FileSpan(*span)
@@ -188,13 +199,13 @@ def _shared_file_at(start: int, end: int) -> tuple[int, int] | None:
     return None
 
 
-EXPANDED_FROM = 1 << 20  # bytes: a smaller array is sent whole, as numpy pickles it
+EXPANDED_FROM = 1 << 20  # bytes; a smaller array is pickled by numpy, with repeated elements
 
 
 def reduce_expanded(value: Any) -> Any:
     """Reduce a big result of `numpy.broadcast_to` to the elements that it repeats.
 
-    NotImplemented for other and for small arrays.
+    Return NotImplemented for any other array, and for an array of less than `EXPANDED_FROM` bytes.
     """
     numpy: Any = sys.modules["numpy"]
     is_wanted = type(value) is numpy.ndarray and not value.flags.writeable

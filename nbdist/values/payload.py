@@ -1,9 +1,9 @@
 """Pickled values that are sent between processes, in messages or in shared memory.
 
 Notebook, agents and workers use this file.  A segment is memory that one process fills once, and
-other processes of the same user on the machine map.  A segment has no name in a file system: other
-processes open its owner's descriptor through `/proc/<pid>/fd`.  So Linux frees the memory after the
-last user, whatever happens to the owner.
+that other processes of the same user on the machine map.  A segment has no name in a file system:
+other processes open its owner's file descriptor through `/proc/<pid>/fd`.  So Linux frees the
+memory when no process uses it any more, even if the owner is killed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ V = TypeVar("V")
 
 # --- segments --------------------------------------------------------------------------------
 
-# Bytes that vector instructions and torch's allocator prefer; also the size of a cache line.
+# Each frame begins at a multiple of this number of bytes: vector instructions and torch's allocator
+# prefer it, and it is the size of a cache line.
 ALIGNMENT = 64
 
 COPY_PIECE = 32 << 20
-"""Bytes that are copied between two yields; copying them takes some 10 to 50 ms."""
+"""Bytes that a generator copies before it yields, so that Stop takes effect: some 10 to 50 ms."""
 
 # From linux/fcntl.h; the fcntl module has names for the numbers only in some builds.
 _F_ADD_SEALS = 1033
@@ -44,9 +45,10 @@ class SegmentGone(OSError):
 
 
 class SegmentRef(NamedTuple):
-    """Where a shared segment can be opened, by any process of the same user on the machine.
+    """The path by which processes of the same user on the machine can open a segment.
 
-    `path` ends in `#` and the inode: a later segment can get the same descriptor.
+    `path` ends in `#` and the inode.  By the inode, a process notices that the segment was closed
+    and that the owner has opened another file with the same descriptor number.
     """
 
     path: str
@@ -54,7 +56,7 @@ class SegmentRef(NamedTuple):
 
 
 class _Open:
-    """A descriptor that is closed once, at the latest when nothing refers to this object."""
+    """A file descriptor, which is closed at the latest when nothing refers to this object."""
 
     _fd: int
 
@@ -71,8 +73,8 @@ class _Open:
         self.close()
 
     def __del__(self) -> None:
-        # Nobody can close a segment to which nothing refers: its memory would stay as long as the
-        # process.
+        # Without this the memory of a segment that nobody has closed would stay until the process
+        # exits.
         if not sys.is_finalizing():
             self.close()
 
@@ -84,7 +86,7 @@ class Segment(_Open):
     """
 
     def __init__(self, fd: int, sizes: tuple[int, ...]) -> None:
-        """Own this descriptor from now on.  To make a new segment, use `filling`."""
+        """Take over this descriptor, and close it later.  To make a new segment, use `filling`."""
         self._fd = fd
         self.ref = SegmentRef(f"/proc/{os.getpid()}/fd/{fd}#{os.fstat(fd).st_ino}", sizes)
 
@@ -125,8 +127,8 @@ class Blank(_Open):
 
     def writing(self, view: memoryview, offset: int) -> Iterator[int]:
         """Write bytes at an offset in pieces; after each piece yield how many bytes are written."""
-        # Nine times as fast as copying into a mapping, which takes a page fault, and clears
-        # the page, for every 4 KiB (1 GiB: 0.33 s against 3.0 s; a memcpy of it 0.44 s).
+        # Writing is nine times as fast as copying into a mapping, where Linux handles a page fault
+        # and clears the page for every 4 KiB (1 GiB: 0.33 s, and 3.0 s; a memcpy takes 0.44 s).
         done = 0
         while done < view.nbytes:
             # In pieces: no signal ends a write to memory, so Stop would wait for the whole write.
@@ -136,8 +138,8 @@ class Blank(_Open):
 
     def sealed(self) -> Segment:
         """Return the filled segment; from now on no process can write to it."""
-        # Nobody may change or truncate memory that others have mapped: truncating it would kill
-        # them with SIGBUS.
+        # Seals, because no process may change or truncate memory that other processes have mapped:
+        # after truncating, reading the memory would kill them with SIGBUS.
         fcntl.fcntl(self._fd, _F_ADD_SEALS, _SEALS)
         fd, self._fd = self._fd, -1
         return Segment(fd, self.sizes)
@@ -167,7 +169,7 @@ def open_file(ref: SegmentRef) -> int:
     except OSError as error:
         raise SegmentGone(f"shared memory {ref.path} cannot be opened: {error}") from error
     status = os.fstat(fd)
-    # Descriptor numbers, and even process ids, are given out again.
+    # The path may lead to another file by now: Linux reuses descriptor numbers and process ids.
     if str(status.st_ino) != inode or status.st_size != length_of(ref):
         os.close(fd)
         raise SegmentGone(f"shared memory {ref.path} is gone: its owner has closed it")
@@ -188,7 +190,10 @@ def length_of(ref: SegmentRef) -> int:
 
 
 class StepwiseValue(Generic[T]):
-    """A value that is made in steps: iterate to the end and read `made`, or call `close` before."""
+    """A value that a generator makes in steps.
+
+    Iterate to the end, then read `made`; or call `close` to stop before the end.
+    """
 
     made: T
 
@@ -213,26 +218,27 @@ def run_to_end(steps: Generator[int, None, T]) -> T:
 
 
 def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return where each frame begins, and the size of the whole segment."""
+    """Return the offset of each frame, and the size of the whole segment, in bytes."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
         end += -(-size // ALIGNMENT) * ALIGNMENT
-    return offsets, max(end, ALIGNMENT)  # An empty file cannot be mapped.
+    return offsets, max(end, ALIGNMENT)  # not 0, since an empty file cannot be mapped
 
 
 # --- payloads --------------------------------------------------------------------------------
 
 INLINE_LIMIT = 64 * 1024
-"""From this many bytes on a payload goes into shared memory."""
+"""A payload of this many bytes or more is put into shared memory, not into the message."""
 
 
 class Payload(NamedTuple):
     """A pickled value: frames of the pickle (the first) and its out-of-band buffers (the others).
 
-    Small values have `frames`, which are part of the message; big values are in a `segment` that
-    the sender owns.  If a value contains payloads, `within` has pairs: the path of an inner segment
-    in the pickle, and a segment that the reader can open in its place.
+    The frames of a small value are in `frames`, as a part of the message; those of a big value are
+    in a `segment` that the sender owns.  A value can contain payloads, too, whose segments the
+    reader must find on its machine: `within` has, for the path of each such segment in the pickle,
+    a segment that the reader can open.
     """
 
     frames: tuple[bytes, ...] = ()
@@ -241,7 +247,7 @@ class Payload(NamedTuple):
 
 
 PackedPayload = tuple[Payload, Segment | None]
-"""A payload, and its segment, to keep open until the receiver has opened the payload."""
+"""A payload, and its segment, if any, which must stay open until the receiver has opened it."""
 
 
 def pack_frames(frames: Sequence[Buffer]) -> PackedPayload:
@@ -275,9 +281,10 @@ def size_of(frames: Iterable[Buffer]) -> int:
 def pack_names(
     names: Mapping[str, Any] | None, namespace: dict[str, Any]
 ) -> tuple[Payload | None, Segment | None]:
-    """Pickle variables by name, and pack them as `pack_frames` does; (None, None) without any.
+    """Pickle variables by name, and pack them as `pack_frames` does; (None, None) for no names.
 
-    Raises UsageError if a function among them uses a name that is neither among them nor built in.
+    Raises UsageError if a function in `names` uses a global name that is neither in `names` nor
+    built in.
     """
     if not names:
         return None, None
@@ -286,7 +293,7 @@ def pack_names(
 
 
 def check_needs(names: Mapping[str, Any], namespace: dict[str, Any]) -> None:
-    """Raise UsageError if a function among the values needs a name neither given nor built in."""
+    """Raise UsageError if a function in `names` uses a name that is not in `names` or built in."""
     pickled = pickle(dict(names), namespace, sketch=True, reduce=reduce_to_file)
     if missing := pickled.needs - names.keys() - vars(builtins).keys():
         listed = ", ".join(sorted(missing))
@@ -294,18 +301,21 @@ def check_needs(names: Mapping[str, Any], namespace: dict[str, Any]) -> None:
 
 
 def open_payload(payload: Payload) -> list[Buffer]:
-    """Return a payload's frames; writes to a segment's stay private.  Raises `SegmentGone`."""
+    """Return a payload's frames; raises `SegmentGone` if its segment cannot be opened.
+
+    If this process writes to frames in a segment, no other process sees the change.
+    """
     return [*(payload.frames if payload.segment is None else open_segment(payload.segment))]
 
 
 # --- where segments are ----------------------------------------------------------------------
 
 Places = Mapping[str, SegmentRef]
-"""For a segment's path a copy of the segment that can be opened, as on another machine."""
+"""By the path of a segment: a copy of the segment on the machine of the process that reads it."""
 
 
 def refs_in(value: object) -> tuple[SegmentRef, ...]:
-    """Return the segments of payloads in mappings, lists and tuples, each once."""
+    """Return the segments of all payloads in a value of mappings, lists and tuples, each once."""
     refs: list[SegmentRef] = []
 
     def collect(payload: Payload) -> Payload:
@@ -327,7 +337,7 @@ def relocate(value: V, places: Places) -> V:
         within = tuple((path, now(ref)) for path, ref in payload.within)
         return payload._replace(segment=payload.segment and now(payload.segment), within=within)
 
-    # Without places the value is not searched: it may be the user's, and of any shape.
+    # Without copies do not search the value: it may be the user's, and very big.
     return _with_payloads(value, move) if places else value
 
 
@@ -346,7 +356,7 @@ def _with_payloads(value: Any, change: Callable[[Payload], Payload]) -> Any:
 
 
 def localize(value: V, payload: Payload) -> V:
-    """Return a value unpickled from a payload, with the inner segments from `payload.within`."""
+    """Return an unpickled value whose inner payloads refer to the segments in `payload.within`."""
     return relocate(value, {path: ref for path, ref in payload.within if path != ref.path})
 
 
@@ -357,12 +367,12 @@ _ATOMIC = (int, float, complex, bool, str, bytes, type(None), type(...))
 
 
 def is_atomic(value: Any) -> bool:
-    """Return True for None, `...`, bools, and for numbers, texts and bytes that are short."""
+    """Return True if a value is None, `...`, a bool, or a short number, text or `bytes` object."""
     if type(value) not in _ATOMIC:
         return False
     if isinstance(value, str | bytes):
         return len(value) <= _SMALL
-    # Python refuses to write out very long numbers.
+    # A longer int does not count as atomic: Python refuses to convert very long numbers to text.
     return not isinstance(value, int) or value.bit_length() <= _SMALL
 
 
@@ -375,11 +385,12 @@ def _is_light(value: Any) -> bool:
 
 
 class Identity:
-    """Recognizes the object to which a variable was bound.
+    """Tells whether a variable is still bound to the same object.
 
-    A new object can get the id of a deleted object.  So an `Identity` keeps a weak reference, or
-    the object itself if `_is_light`.  Of a big list, dict, tuple or text it keeps only the id and
-    the type: a new object of the type at the same address counts as the same object.
+    The id alone is not enough, since a new object can get the id of a deleted object.  So an
+    `Identity` has a weak reference, or the object itself if it is light (`_is_light`).  Of a big
+    list, dict, tuple or text it has only the id and the type: a new object of this type at the same
+    address counts as the same object.
     """
 
     def __init__(self, value: Any) -> None:
@@ -403,9 +414,9 @@ class Identity:
 
 
 def least_size(value: Any) -> int:
-    """Return a number of bytes that a value has at least, without looking into it.
+    """Return a lower bound of a value's size in bytes, without reading its items.
 
-    That is the memory of a tensor or an array, or 8 bytes for each item of a container.
+    This is the memory of a tensor or an array, or 8 bytes for each item of a container.
     """
     try:
         size = value.nbytes
@@ -429,7 +440,7 @@ _KIND_CLASSES = (
 
 
 def kind_of(value: Any) -> int:
-    """Return the kind of a value, SHARDED to OTHER, without importing torch."""
+    """Return the kind of a value, one of SHARDED to OTHER, without importing torch."""
     for kind, (package, name) in enumerate(_KIND_CLASSES):
         classes = (each for each in type(value).__mro__ if each.__qualname__ == name)
         if any(f"{each.__module__}.".startswith(f"{package}.") for each in classes):

@@ -1,8 +1,8 @@
-"""Pickles Python values into frames: a pickle, and beside it the buffers of big memory.
+"""Pickles Python values into frames: the pickle, and the buffers of big memory beside it.
 
-The notebook and workers use this file.  `Pickler` extends cloudpickle's: functions of the sender's
-`__main__` become functions of the receiver's `__main__`.  The values of the functions' global names
-are not in the pickle; `Pickled.needs` has the names.
+The notebook and workers use this file.  `Pickler` extends cloudpickle's pickler: a function of the
+sender's `__main__` becomes a function of the receiver's `__main__`.  The global variables that the
+function uses are not in the pickle; `Pickled.needs` has their names.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ from nbdist.values.states import ATOMIC, optimizer_hooks
 from nbdist.values.tensors import Reduced, TensorReducer, reduce_constant
 
 LONG_TEXT, READ_FROM, READ_AT_ONCE = 1 << 20, 1 << 20, 64 << 20
-"""Numbers of bytes: a sketch leaves out texts from LONG_TEXT on; a pickle from READ_FROM on is read
-in pieces, for Stop to interrupt; a digest reads READ_AT_ONCE between two chances for Stop."""
+"""Numbers of bytes.
+
+A sketch leaves out texts of LONG_TEXT or more.  A pickle of READ_FROM or more is read in pieces, so
+that Stop can interrupt reading.  Computing a digest reads at most READ_AT_ONCE at a time, after
+which Stop can interrupt."""
 
 Buffer = bytes | bytearray | memoryview | plain_pickle.PickleBuffer
 """A frame, or memory that is pickled out of band."""
@@ -47,7 +50,7 @@ Reduce = Callable[[Any], Reduced]
 class Pickled:
     """A pickled value: its frames, their size, and the names that its functions need.
 
-    Frames can show the value's own memory, so pack the frames before the value changes.
+    Frames can be views of the value's own memory: copy or send the frames before the value changes.
     """
 
     def __init__(self, pickler: Pickler) -> None:
@@ -80,11 +83,13 @@ def pickle(
 ) -> Pickled:
     """Pickle `value` for another process; `namespace` is the `__main__` of this one.
 
-    Raises what pickling raises; a class's own `__reduce__` can raise anything.  A `sketch` has
-    digests instead of long texts, and addresses instead of contents on a device.  With
-    `back_to_device` tensors are restored on the receiver's own device.  With `exact` no memory is
-    sent that tensors do not show, unless tensors overlap.  `reduce` is called first to reduce an
-    object, and returns NotImplemented for the usual way.
+    A `sketch` is fast and can be compared, but not loaded: it has digests instead of long texts,
+    and addresses instead of contents on a device.  With `back_to_device` tensors of a GPU are
+    restored on the receiver's GPU, and otherwise on the CPU.  With `exact` no memory is sent that
+    tensors do not show, unless tensors overlap.  `reduce` is called first to reduce an object, and
+    returns NotImplemented for objects that are to be reduced in the usual way.
+
+    Raises any error of pickling; a class's own `__reduce__` can raise anything.
     """
     tensors = TensorReducer(sketch=sketch, back_to_device=back_to_device, exact=exact)
     pickler = Pickler(namespace, tensors, reduce)
@@ -96,19 +101,20 @@ def pickle(
 
 
 def unpickle(frames: Sequence[Buffer], namespace: dict[str, Any] | None = None) -> Any:
-    """Return the value of frames from `pickle`; writable frames become its memory, uncopied.
+    """Return the value that `pickle` has pickled into these frames.
 
-    Functions of the sender's `__main__` get `namespace`, or by default this process's `__main__`,
-    as their globals.
+    Tensors and arrays of the value use the memory of writable frames, without a copy.  Functions of
+    the sender's `__main__` get `namespace`, or by default this process's `__main__`, as their
+    globals.
     """
-    # `bytes` are copied, because arrays and tensors on them would be read-only.
+    # Copy `bytes`, because arrays and tensors on their memory would be read-only.
     buffers = [bytearray(frame) if isinstance(frame, bytes) else frame for frame in frames[1:]]
     with definitions.receiving(namespace):
         return load(frames[0], buffers)[0]
 
 
 class _FirstFrame(io.BytesIO):
-    """The file for the pickle itself, which can get big, because strings and bytes are in it."""
+    """The file into which a pickle is written; it gets big if the value has long texts or bytes."""
 
     def __init__(self, *, sketch: bool) -> None:
         super().__init__()
@@ -117,7 +123,10 @@ class _FirstFrame(io.BytesIO):
         self._checked_size = 0
 
     def write(self, data: Any) -> int:
-        """Append bytes, or in a sketch the digest of long ones; raises NotEnoughMemory."""
+        """Append bytes; raises NotEnoughMemory.
+
+        In a sketch, bytes of LONG_TEXT or more are replaced by their digest.
+        """
         size = memoryview(data).nbytes
         if self._sketch and size >= LONG_TEXT:
             self.left_out += size
@@ -129,7 +138,7 @@ class _FirstFrame(io.BytesIO):
 
 
 def _as_dict(table: Mapping[type, Any]) -> dict[type, Any]:
-    """Return the same as `dict(table)`, which takes ten times as long for a ChainMap."""
+    """Return `dict(table)`, for a ChainMap in a tenth of the time that `dict` takes."""
     if not isinstance(table, ChainMap):
         return dict(table)
     entries: dict[type, Any] = {}
@@ -139,13 +148,13 @@ def _as_dict(table: Mapping[type, Any]) -> dict[type, Any]:
 
 
 class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no types.
-    """cloudpickle's pickler, but some types are reduced in other ways."""
+    """cloudpickle's pickler, with other reductions for some types."""
 
     dispatch_table: Mapping[type, Any] = ChainMap(
         {
             functools.cached_property: lambda it: (type(it), (it.func,), {"attrname": it.attrname}),
             types.CodeType: lambda code: _reduce_code(code),
-            # Items of weak containers live on in the receiver only if other objects hold them.
+            # In the receiver, too, an item of a weak container ends unless another object holds it.
             weakref.WeakKeyDictionary: lambda it: (type(it), (), None, None, iter([*it.items()])),
             weakref.WeakValueDictionary: lambda it: (type(it), (), None, None, iter([*it.items()])),
             weakref.WeakSet: lambda it: (type(it), (), [*it], None, None, type(it).update),
@@ -161,8 +170,9 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
         self.dispatch_table = _as_dict(type(self).dispatch_table)
         self.file = _FirstFrame(sketch=tensors.sketch)
         self.buffers: list[Buffer] = []
-        # Nothing that the pickler holds may refer to it: pickled objects would be kept alive until
-        # Python collects cycles.  `raw` flattens memory that is contiguous in Fortran's order.
+        # The callback uses `append`, not `self`: with a reference cycle, the pickler and all
+        # pickled objects would stay alive until Python collects cycles.  `raw` flattens memory that
+        # is contiguous in Fortran's order.
         append = self.buffers.append
         super().__init__(self.file, 5, buffer_callback=lambda buffer: append(buffer.raw()))
         self.needs: set[str] = set()
@@ -174,11 +184,11 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
         self._kinds: set[type] = set()  # types that `refuse_process_bound` has accepted
 
     def dump_with_cells(self, value: Any) -> None:
-        """Pickle the value, then the sources of the cells that pickling the value has found."""
+        """Pickle the value, and after it the texts of the cells that define its functions."""
         self.dump((value, MadeBy(definitions.keep_cell_sources, self.sources)))
 
     def reducer_override(self, value: Any) -> Reduced:
-        """Reduce an object that is no plain built-in.  Called by pickle."""
+        """Reduce an object that is no plain built-in; pickle calls this for each such object."""
         if self._reduce is not None:
             reduced = self._reduce(value)
             if reduced is not NotImplemented:
@@ -200,8 +210,8 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
         if isinstance(value, ctypes.CDLL):
             # pickle would send the library's handle, a number that means nothing elsewhere.
             raise plain_pickle.PicklingError("a loaded library cannot be pickled")
-        # Not in `dispatch_table`, whose functions pickle always uses: an importable function is
-        # pickled by its name.
+        # This is not in `dispatch_table`, because pickle would use the entry for importable
+        # functions, too, which are pickled by their names.
         if kind is _CACHED and not definitions.is_importable(value):
             wrap = MadeBy(functools.lru_cache, *value.cache_parameters().values())
             return operator.call, (wrap, value.__wrapped__)
@@ -230,8 +240,8 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
             return reduced  # by its name
         module = sys.modules.get(namespace.get("__name__", ""))
         if module is not None and module.__dict__ is namespace:
-            # A closure that a library made, as by a decorator: in the receiver its globals are the
-            # library's module too.
+            # The function is a closure that a library has made, for example by a decorator.  In the
+            # receiver the same module of the library is its globals.
             library = MadeBy(vars, MadeBy(importlib.import_module, module.__name__))
             return self._rebuild_in(library, function)
         self._keep_source(function.__code__)
@@ -269,18 +279,22 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
             slots = definitions.pop_slots(kind, state[0])
         if slots is not None:
             args = (*args[:3], {**args[3], "__slots__": slots}, *args[4:])
-        # Python adds this attribute when it first pickles an instance: no change of the class.
+        # Leave out an attribute that Python adds when it first pickles an instance: the class would
+        # seem to have changed.
         state[0].pop("__slotnames__", None)
         definitions.set_annotations(kind, state[0])
         made = maker, args, kind.__qualname__
         return definitions.make_class, made, state, None, None, definitions.fill_class
 
     def variable_of(self, cell: types.CellType) -> Variable:
-        """Return the stand-in of a captured variable; in one pickle a variable has one stand-in."""
+        """Return the stand-in of a captured variable, the same for all closures that share it."""
         return self._variables.setdefault(id(cell), Variable(cell))
 
     def contents_of(self, variable: Variable) -> tuple[Any, ...]:
-        """Return (value,) for a captured variable, or () if the receiver shall not set it."""
+        """Return (value,) for a captured variable, or () if it has no value.
+
+        With (), the receiver does not set the variable; subclasses return () for further variables.
+        """
         return variable.contents()
 
     def known_variable(self, cell: types.CellType) -> Variable | None:
@@ -296,7 +310,8 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
 _CACHED = type(functools.lru_cache(lambda: None))
 
 _SENTINELS = {
-    # `dataclasses` compares objects with both sentinels by identity.
+    # `dataclasses` recognizes its sentinels by identity, so the receiver must use its own: they are
+    # sent by name.
     id(getattr(sys.modules["dataclasses"], name)): name
     for name in ("MISSING", "_HAS_DEFAULT_FACTORY")
 }
@@ -322,24 +337,29 @@ def _reduce_reference(reference: weakref.ref[Any]) -> Reduced:
 
 def _reduce_code(code: types.CodeType) -> Reduced:
     _, parts = by_value.Pickler.dispatch_table[types.CodeType](code)
-    # cloudpickle drops the file's name from 3.1.3 on.  The name is copied, because cloudpickle
-    # copies each text, and pickles must not differ by shared texts.
+    # cloudpickle drops the file's name from 3.1.3 on, so it is sent here.  The name is copied,
+    # because pickle writes an object that occurs again as a reference: pickles of equal code must
+    # not differ because the name is also in use elsewhere.
     return definitions.make_code, (definitions.PYTHON, "".join(code.co_filename), *parts)
 
 
 def frames_of(value: Any, namespace: dict[str, Any], reduce: Reduce | None = None) -> list[Buffer]:
-    """Return the frames of a value, fast for atomic types; raises as `pickle`."""
+    """Return the frames of a value; faster than `pickle` for a number, text or other plain value.
+
+    Raises the same errors as `pickle`.
+    """
     if type(value) in ATOMIC:
         return [plain_pickle.dumps((value,), plain_pickle.HIGHEST_PROTOCOL)]
     return pickle(value, namespace, reduce=reduce).frames
 
 
 def load(first: Buffer, buffers: Sequence[Buffer]) -> Any:
-    """Return the value of a pickle, whose big contents are in `buffers`."""
+    """Return the value of the pickle in `first`, whose big contents are in `buffers`."""
     if memoryview(first).nbytes < READ_FROM:
         return plain_pickle.loads(first, buffers=buffers)
     file = io.BytesIO(first)
-    # In pieces: C code would read the whole pickle at once, which Stop could not interrupt.
+    # Let pickle read in pieces through functions in Python, between which Stop can interrupt.  C
+    # code would read the whole pickle at once.
     reading = types.SimpleNamespace(
         read=lambda size: file.read(size),
         readline=lambda: file.readline(),

@@ -1,6 +1,7 @@
-"""Reads the states of objects, each once; in the notebook also of objects that they refer to.
+"""Reads the states of objects, by which the notebook and ranks notice changes of shared objects.
 
-The notebook scans the values that it sends; a rank scans the objects that it has received.
+The notebook scans the values that it sends, and all objects to which these values lead.  A rank
+scans only objects that it has received.
 """
 
 from __future__ import annotations
@@ -79,9 +80,10 @@ _VALUES_BY_NAME = (("numpy", "dtype"), ("numpy", "generic"))
 _TEXTS_BY_NAME = tuple(("torch", name) for name in ("dtype", "device", "layout", "memory_format"))
 
 _FRAMES_BY_NAME = (("pandas", "DataFrame"), ("pandas", "Series"))
-"""Types that are compared and sent as a whole.
+"""Types of pandas that are compared and sent as a whole, not as views of shared memory.
 
-Frames share memory until one of them is changed; pickling loses pandas' record of the sharing."""
+pandas lets two frames share memory until one of them is changed.  Pickling loses the record of this
+sharing, so a change of one frame on a rank would change the other frame too."""
 
 _NAMED_TYPES = (
     *(types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType),
@@ -90,17 +92,20 @@ _NAMED_TYPES = (
 
 
 class Scan:
-    """Reads the states of objects, each once, and of the objects to which they refer.
+    """Reads the states of objects, and of the objects to which they refer; reads each object once.
 
         scan = Scan(links, reducer, namespace)
         token = scan.token(value)
         scan.run()
         scan.states  # by key
 
-    With `adds=False` no object gets a key, only the objects given to `read` are read, and of a part
-    without a key only the type is known.  `before` returns a key's known state, which unchanged
-    tensors and memory get again.  With `trusts_samples` an equal sample means unchanged memory.
-    Raises PicklingError, and any error of a class's own `__reduce__` or `__getstate__`.
+    With `adds=False`, as on a rank, the scan gives no object a key and reads only the objects that
+    are passed to `read`; the token of a part without a key has only the part's type.
+
+    `before` returns the state that was read earlier for a key: an object that has not changed keeps
+    this state.  With `trusts_samples` the scan does not read all of big memory if a sample of the
+    memory has not changed.  Raises PicklingError, and any error of a class's own `__reduce__` or
+    `__getstate__`.
     """
 
     def __init__(
@@ -129,7 +134,8 @@ class Scan:
         self._token_makers: dict[type, Callable[[Any], Token]] = {}
         self._readers: dict[str, Callable[[Any, Any], ObjectState]] = {}
         self._named: dict[int, tuple[Any, Token]] = {}
-        self._inlined: set[int] = set()  # ids of containers that are a part of their object
+        # Ids of the containers that belong to the object that is being read, and need no key.
+        self._inlined: set[int] = set()
         # By class: its slots, or None if it has a `__getstate__`; and the names of the tables that
         # are empty in a new torch module, or no names for other classes.
         self._kinds: dict[type, tuple[list[tuple[str, Any]] | None, frozenset[str]]] = {}
@@ -140,7 +146,10 @@ class Scan:
     # --- from object to object ------------------------------------------------------------
 
     def token(self, value: Any) -> Token:
-        """Return the token of a value; if the scan `adds`, `run` reads the objects in the token."""
+        """Return a value's token, which stands for the value in the state of another object.
+
+        If the scan `adds`, `run` will read the objects to which the token refers.
+        """
         kind = type(value)
         if kind in ATOMIC:
             if (kind is str or kind is bytes) and len(value) > MAX_TEXT:
@@ -156,7 +165,10 @@ class Scan:
         return make_token(value)
 
     def run(self) -> None:
-        """Read states until no object waits; if the scan `adds`, read the memory blocks then."""
+        """Read the states of all objects that wait to be read.
+
+        If the scan `adds`, also read objects to which these objects refer, and memory blocks.
+        """
         waiting, states, readers = self._waiting, self.states, self._readers
         while waiting:
             entry = waiting.pop()
@@ -298,7 +310,7 @@ class Scan:
         return self._token_of_definition(value, "class")
 
     def _token_of_definition(self, value: Any, tool: str) -> Token:
-        """Return the token of a class or function: its name if pickle sends only the name."""
+        """Return the token of a class or function: its name, if pickle sends only the name."""
         cached = self._named.get(id(value))
         if cached is not None:
             return cached[1]
@@ -323,8 +335,8 @@ class Scan:
         if type(value) in (dict, OrderedDict) and not value:
             return _EMPTY
         token = self.token
-        # A copy of the items, because another thread may change them meanwhile; not by methods of
-        # the user's class, which may show other items.
+        # Copy the items, because another thread may change the dict meanwhile.  Call methods of
+        # Python's class, because those of the user's class may return other items.
         items = OrderedDict.items if isinstance(value, OrderedDict) else dict.items
         pairs = [*items(value)]
         is_plain = type(value) in (dict, OrderedDict)
@@ -345,7 +357,10 @@ class Scan:
         return self._state(parts)
 
     def _known_of(self, value: Any, entry: Any, parts: list[Any]) -> ObjectState | None:
-        """Return an object's known state if the object still has the same parts, else None."""
+        """Return the state that was read earlier if the object still has the same parts, else None.
+
+        This saves time: the tokens of the parts are not made.
+        """
         before = self._before(entry.key)
         if before is None or type(before.sample) is not Parts:
             return None
@@ -359,10 +374,10 @@ class Scan:
     def _sampled(
         self, state: ObjectState, value: Any, entry: Any, parts: list[Any], empty: set[int]
     ) -> ObjectState:
-        """Return the known state, with a sample from now on, if it equals `state`; else `state`.
+        """Return the state that was read earlier if `state` equals that state; else `state`.
 
-        So an object gets a sample only when its state is read for the second time, which saves
-        the samples of objects that are read once.
+        The earlier state gets a sample here, by which `_known_of` recognizes the parts next time.
+        A first state gets none, because most objects are read only once.
         """
         before = self._before(entry.key)
         if before is None or before != state:
@@ -486,10 +501,11 @@ class Scan:
         return reduced
 
     def _read_opaque(self, value: Any, entry: Any) -> ObjectState:
-        attributes = getattr(value, "__dict__", None)  # first: some objects make `__dict__` now
+        # Read `__dict__` before reducing: some objects make it only when it is read.
+        attributes = getattr(value, "__dict__", None)
         first = listed(self.reduced(value))
-        # Objects that are in a second reduction too belong to the value.  Other objects are made
-        # for each reduction, so their identity means nothing.
+        # Reduce the value twice.  Objects in both reductions belong to the value.  Other objects
+        # are made for each reduction, so their identity means nothing.
         second = first if _is_plain(first) else listed(self.reduced(value))
         self._inlined = {id(attributes), *self._own_containers(value, first)}
         make, args, state, items, pairs, _ = first
@@ -512,10 +528,11 @@ class Scan:
         return ids
 
     def _pair(self, first: Any, second: Any) -> Token:
-        """Return the token of a part of a reduced object.
+        """Return the token of a part of an object's reduction (the result of `__reduce_ex__`).
 
-        `second` is the same part in a second reduction.  If it is another object, `first` was made
-        for the reduction: then the token tells the contents, and has no key for `first` itself.
+        `second` is the same part in a second reduction.  If `second` is another object than
+        `first`, both were made for their reductions: then the token describes the contents of
+        `first`, and `first` gets no key.
         """
         kind = type(first)
         if first is second and kind is not MadeBy and id(first) not in self._inlined:
@@ -657,8 +674,8 @@ class Scan:
             self._versions[block.key].append(version_of(tensor))
 
     def _read_blocks(self) -> None:
-        """If the scan `adds`, read its tensors' and arrays' memory blocks, big ones in threads."""
-        if not self._adds:  # a rank compares memory in `Counterparts`
+        """Read the states of the memory blocks of tensors and arrays; big blocks in threads."""
+        if not self._adds:  # on a rank, where `Counterparts` compares memory
             return
         states, sizes, big = self.states, self.sizes, []
         for key, block in self.blocks.items():
@@ -694,9 +711,9 @@ class Scan:
 
 
 def memory_key(value: Any, links: Links) -> int | None:
-    """Return the key of the memory block that a plain tensor or array shows; None without one.
+    """Return the key of the memory block of which a plain tensor or array is a view, else None.
 
-    Also None for a tensor with a graph, which would be lost, and for one without memory.
+    Also None if the tensor has an autograd graph, which would be lost, or if it has no elements.
     """
     try:
         return _memory_key(value, links)
@@ -722,9 +739,12 @@ def _memory_key(value: Any, links: Links) -> int | None:
 
 QUICK_BYTES = 4 << 20
 WHOLE_LIMIT = 4 << 30
-"""Above QUICK_BYTES the state of memory has a sample too, above WHOLE_LIMIT only a sample."""
+"""Memory of up to QUICK_BYTES is compared by a digest of all bytes.
 
-_SCAN_AT_ONCE = 1 << 20  # bytes of a memory block from which on a thread is worth its start
+The state of bigger memory also has a sample, a digest of some pages.  Above WHOLE_LIMIT it has only
+the sample, because reading all bytes would take too long."""
+
+_SCAN_AT_ONCE = 1 << 20  # bytes of a memory block from which on a thread reads the block
 
 _TOOLS: dict[type, str] = {
     dict: "dict",
@@ -740,9 +760,10 @@ _TOOLS: dict[type, str] = {
 
 @functools.cache
 def names_of_empty_tables() -> frozenset[str]:
-    """Return the names of the tables that each torch module has for hooks, buffers and the like.
+    """Return the names of the tables for hooks, buffers and the like that a new torch module has.
 
-    An empty table gets no key: most tables stay empty, and a model has a dozen for each module.
+    A scan gives an empty table no key.  This saves time, since each module of a model has a dozen
+    tables, and most stay empty.
     """
     from torch import nn
 
@@ -751,7 +772,7 @@ def names_of_empty_tables() -> frozenset[str]:
 
 
 def _is_small(block: MemoryBlock) -> bool:
-    """Return True for memory that is compared as a whole, without a sample."""
+    """Return True if all bytes of a block are read in each scan: it is small, and on the CPU."""
     return block.size <= QUICK_BYTES and block.device == "cpu" and not block.copied
 
 
@@ -780,7 +801,7 @@ def _flat(token: Callable[[Any], Token], value: dict[Any, Any]) -> Iterable[Toke
 
 
 def _is_plain(reduced: Any) -> bool:
-    """Return True if a reduction has only plain values, functions, classes and tuples of them."""
+    """Return True if a reduction has only plain values, functions, classes and tuples of such."""
     if type(reduced) is tuple:
         return all(map(_is_plain, reduced))
     return type(reduced) in ATOMIC or isinstance(reduced, types.FunctionType | type)

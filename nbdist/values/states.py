@@ -1,8 +1,8 @@
-"""The state of an object without the objects to which it refers, to notice changes of the object.
+"""The state of an object (`ObjectState`), by which a process notices that the object has changed.
 
 The notebook and each rank read the states of the objects that they share (`nbdist.values.scan`).
-Two states of an object, read in one process, are equal as long as nobody has changed the object
-itself.  A change of another object to which the object refers changes only the other state.
+A state has no contents of other objects to which the object refers, only their keys.  So a change
+of such an object changes its own state alone.
 """
 
 from __future__ import annotations
@@ -18,18 +18,22 @@ from typing import Any, NamedTuple
 import xxhash
 
 Token = Any
-"""The stand-in of a value in a state: a short plain value itself, `(..., key)` for an object that
-has a key, and a tuple that begins with a text for most other values."""
+"""What stands for a value in the state of an object that refers to the value.
+
+A short plain value is its own token.  The token of an object that has a key is `(..., key)`.  The
+token of most other values is a tuple that begins with a text."""
 
 ChangedParts = frozenset[Token] | None
 """The changed parts of an object; None for an object that is compared as a whole."""
 
 MAX_TEXT, MAX_PARTS, MAX_DIGEST = 256, 4096, 48
-"""Limits: a text of up to MAX_TEXT characters is its own token, the parts of an object are compared
-one by one up to MAX_PARTS, and a token of up to MAX_DIGEST bytes is its own digest."""
+"""Limits of states: the characters of a text that is its own token; the parts of an object that are
+compared one by one; and the bytes of a token that is its own digest."""
 
 HEAD_PART = "head"
-"""The part of a state that cannot be changed in place: if it differs, another object is needed."""
+"""The part of a state that cannot be changed in place.
+
+If this part has changed, a rank needs a new object in place of the counterpart."""
 
 CLASS = "__class__"
 FACTORY = ("default_factory",)
@@ -44,9 +48,11 @@ class ObjectState:
     `parts` has the parts that are compared one by one, None for an object that is compared as a
     whole.  `digest` differs if a part differs.  `children` are the keys of the objects to which
     the object refers.
-    `sample` of big memory is a digest of some pages, with the versions of the tensors in it.
-    `sample` of a tensor is its address and layout: if they are equal, the tensor itself has not
-    changed.  `sample` of a dict, list or instance has its parts (`nbdist.values.unchanged`).
+
+    `sample` is a value that is fast to compute, and by which a scan recognizes that the object has
+    not changed.  For big memory it is a digest of some pages, with the versions of the tensors in
+    the memory; for a tensor its address and layout; for a dict, list or instance a
+    `nbdist.values.unchanged.Parts`.
     """
 
     __slots__ = ("children", "digest", "parts", "sample")
@@ -69,7 +75,7 @@ class ObjectState:
     __hash__ = None  # type: ignore[assignment]
 
     def changed_since(self, before: ObjectState) -> frozenset[Token] | None:
-        """Return which parts differ; None for an object whose parts are not compared one by one."""
+        """Return which parts differ from `before`; None if parts are not compared one by one."""
         if self.parts is None or before.parts is None:
             return None
         names = self.parts.keys() | before.parts.keys()
@@ -82,7 +88,10 @@ class ObjectState:
         )
 
     def with_parts(self, now: ObjectState, names: Iterable[Token]) -> ObjectState:
-        """Return this state, but with the parts of these names as `now` has or lacks them."""
+        """Return a copy of this state, with the parts in `names` taken from the state `now`.
+
+        A part in `names` that `now` does not have is left out.
+        """
         parts = dict(self.parts or {})
         for name in names:
             if name in (now.parts or {}):
@@ -93,14 +102,15 @@ class ObjectState:
 
 
 def is_different(token: Token, before: Token) -> bool:
-    """Return True if two tokens differ, also as 1 differs from True and 0.0 from -0.0."""
+    """Return True if two tokens differ; 1 and True differ here, and so do 0.0 and -0.0."""
     return marshal.dumps(token, 2) != marshal.dumps(before, 2)
 
 
 def digest_of_token(token: Token) -> bytes:
-    """Return a token as bytes, or their digest if they are many.
+    """Return a token as bytes, or a digest of the bytes if they are more than MAX_DIGEST.
 
-    marshal's version 2 writes no references, so equal tokens have equal bytes.
+    marshal's version 2 is used, because later versions write an object that occurs twice as a
+    reference: then equal tokens could have different bytes.
     """
     data = marshal.dumps(token, 2)
     return data if len(data) <= MAX_DIGEST else xxhash.xxh3_128_digest(data)
@@ -132,11 +142,11 @@ HEAP_TYPE = 1 << 9
 
 
 class Reducer(NamedTuple):
-    """The functions with which a process reduces objects, as for a pickle.
+    """The functions with which a process reduces objects, as pickle does.
 
-    `reduce` is like `__reduce_ex__`; it returns NotImplemented for an object that the receiver
-    finds by its name, and for Python's own way.  `content` returns a digest of the pickle of a
-    value.  `table` has the functions that reduce objects of some types.
+    `reduce` returns what `__reduce_ex__` would return, or NotImplemented for an object that pickle
+    sends by name or reduces itself.  `content` returns a digest of the pickle of a value.  `table`
+    has, by type, further functions that reduce objects.
     """
 
     reduce: Callable[[Any], Any]
@@ -145,7 +155,7 @@ class Reducer(NamedTuple):
 
 
 def reachable_keys(states: Mapping[int, ObjectState], keys: Iterable[int]) -> set[int]:
-    """Return `keys`, and the keys of all objects to which the objects of `keys` lead."""
+    """Return `keys`, and the keys of all objects to which their objects lead, also indirectly."""
     reached_keys, waiting = set[int](), [*keys]
     while waiting:
         key = waiting.pop()
@@ -166,7 +176,10 @@ def keys_in(token: Token) -> list[int]:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Return an instance's attributes, also from slots, or what its own `__getstate__` returns."""
+    """Return an instance's attributes, also from slots.
+
+    If its class defines `__getstate__`, return what this method returns, and an optimizer's hooks.
+    """
     if has_getstate(type(value)):
         return {**value.__getstate__(), **optimizer_hooks(value)}
     return plain_attributes_of(value, slots_of(type(value)))
@@ -190,7 +203,7 @@ def optimizer_hooks(value: Any) -> dict[str, Any]:
 
 
 def own_attributes(value: Any) -> list[tuple[str, Any]]:
-    """List the class and the attributes of a container whose class the user has made."""
+    """List (name, value) for the class and the attributes of a container of a user's class."""
     return [(CLASS, type(value)), *getattr(value, "__dict__", {}).items()]
 
 
@@ -205,7 +218,10 @@ def slots_of(kind: type) -> list[tuple[str, Any]]:
 
 
 def listed(reduced: Any) -> tuple[Any, ...]:
-    """Return a reduction as six items: lists instead of iterators, None for a missing item."""
+    """Return a result of `__reduce_ex__` as six items, None for each that it lacks.
+
+    Iterators, which can be read only once, become lists.
+    """
     make, args, *more = reduced
     state, items, pairs, setter = (*more, None, None, None, None)[:4]
     listed = None if items is None else [*items]
@@ -218,7 +234,7 @@ def has_getstate(kind: type) -> bool:
 
 
 def is_made_of_attributes(kind: Any) -> bool:
-    """Return True if a class and its bases are in Python, and leave pickling to `object`."""
+    """Return True if a class and its bases are written in Python and define no way of pickling."""
     return (
         all(base.__flags__ & HEAP_TYPE for base in kind.__mro__[:-1])
         and kind.__reduce_ex__ is object.__reduce_ex__

@@ -20,7 +20,7 @@ Reduced = Any
 """The return value of an object's `__reduce__`, or NotImplemented."""
 
 PINNED_MOST = 1 << 30
-"""Bytes up to which a piece is copied from a GPU to pinned memory, which torch then keeps."""
+"""Bytes up to which memory of a GPU is copied into pinned memory, which torch keeps for reuse."""
 
 
 @dataclass(eq=False)
@@ -40,13 +40,18 @@ class _Piece:
 
 @dataclass(kw_only=True, eq=False)
 class TensorReducer:
-    """Pickles the tensors and storages of one pickle.
+    """Reduces the tensors and storages in one pickle.
 
-    Contents are mostly buffers of the tensor's own memory; those on a device, and few elements far
-    apart, are copied.  Of a storage only the part that a tensor shows is sent, or all of it if that
-    is at most twice as much; with `exact` no more than is shown, unless it is in `whole`.  If parts
-    of a storage overlap, the caller must pickle again with the `overlapping` storages as `whole`.
-    `pickling.pickle` explains the options; after a sketch left out contents, `sketched` is True.
+    Contents are out-of-band buffers of the tensor's own memory.  Only contents on a device, and
+    elements that lie far apart, are copied.
+
+    Of a storage only the part that a tensor shows is sent, or all of it if that is at most twice as
+    much.  With `exact` no more is sent than the tensor shows.  The storages whose addresses are in
+    `whole` are always sent whole.  If parts of a storage overlap, as two views of one tensor may,
+    the caller must pickle again with the `overlapping` storages as `whole`.
+
+    `nbdist.values.pickling.pickle` explains the options.  `sketched` becomes True if a sketch has
+    left out contents.
     """
 
     sketch: bool
@@ -55,7 +60,8 @@ class TensorReducer:
     whole: frozenset[int] = frozenset()
     types: Any = field(init=False, default=())
     sketched: bool = field(init=False, default=False)
-    # By address, begin and end; elements that were copied together also by shape and strides.
+    # By the address of the storage, and by the begin and end of the piece in it.  A piece with
+    # elements that lie far apart has their shape and strides in its key, too.
     _pieces: dict[tuple[int, int, int, tuple[int, ...]], _Piece] = field(
         init=False, default_factory=dict
     )
@@ -77,14 +83,14 @@ class TensorReducer:
         return frozenset(addresses)
 
     def reduce(self, value: Any) -> Reduced:
-        """Reduce a tensor or storage; NotImplemented leaves the value to torch."""
+        """Reduce a tensor or storage; return NotImplemented if torch shall pickle the value."""
         if isinstance(value, self.types[2]):
             return rebuild_typed_storage, (untyped_storage_of(value), value.dtype)
         if isinstance(value, self.types[1]):
             if value.device.type != "cpu":
                 return NotImplemented
-            # As an item of a tuple with the piece: pickle makes the piece's storage once, and
-            # tensors in the same pickle share the storage.
+            # Reduce the storage to the item of a tuple with its piece.  So pickle rebuilds the
+            # piece once, and the storage is the one that tensors in the same pickle use.
             return operator.getitem, ((self._piece(value, 0, value.nbytes()),), 0)
         return self._reduce_tensor(value)
 
@@ -132,20 +138,22 @@ class TensorReducer:
         offset = int(data.storage_offset())
         start = offset * width
         end = start + (int(sum(steps)) + 1) * width if data.numel() else start
-        # Expanded dimensions are in memory once.
+        # An expanded dimension (stride 0) is in memory only once.
         once = data[tuple(slice(1) if step == 0 else slice(None) for step in stride)]
         shown = once.numel() * width
         share = 1 if self.exact else 2
-        # If half (`exact`: all) of a storage is shown, sending all of it keeps its views linked.
+        # If the tensor shows at least half of its storage (with `exact`: all), send the whole
+        # storage, so that other views of the storage share memory in the receiver, too.
         if storage.data_ptr() in self.whole or share * shown >= storage.nbytes():
             return self._piece(storage, 0, storage.nbytes()), offset, stride
-        # A sketch copies nothing from a device.
+        # A sketch copies nothing from a device, so it cannot collect elements that lie far apart.
         stays = self.sketch and storage.device.type != "cpu"
         if stays or share * shown >= end - start:
             return self._piece(storage, start, end), 0, stride
         # Few elements that lie far apart are copied together, in the order of their addresses.
         copy = once.clone(memory_format=self._torch.preserve_format)
-        # The key has the original's place: `overlapping` sees it, and equal views share one copy.
+        # The key has the begin and end of the elements in their storage, not in the copy: so
+        # `overlapping` finds them, and equal views share one copy.
         key = storage.data_ptr(), start, end, (*once.shape, *stride)
         existing = self._pieces.get(key)
         piece = existing or self._piece(copy.untyped_storage(), 0, copy.untyped_storage().nbytes())
@@ -181,8 +189,8 @@ class TensorReducer:
     def _on_host(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a copy on the CPU.
 
-        Up to `PINNED_MOST` bytes are copied from a GPU to pinned memory if possible, which is
-        faster.
+        Up to `PINNED_MOST` bytes of a GPU are copied into pinned memory if possible: this is
+        faster than a copy into other memory.
         """
         if flat.device.type != "cuda" or flat.numel() > PINNED_MOST:
             return flat.cpu()
@@ -196,7 +204,7 @@ class TensorReducer:
 
 
 def untyped_storage_of(value: Any) -> Any:
-    """Return the untyped storage of a typed one, or the untyped storage itself."""
+    """Return the untyped storage inside a typed storage; return an untyped storage itself."""
     return getattr(value, "_untyped_storage", value)
 
 
@@ -209,7 +217,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Return True if `count_hooks` would find a hook; this takes less time."""
+    """Return True if Python code has registered a hook on a tensor; faster than `count_hooks`."""
     if tensor._backward_hooks:
         return True
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
@@ -222,9 +230,9 @@ def count_hooks(tensor: torch.Tensor) -> int:
 
 
 def reduce_constant(value: Any) -> Reduced:
-    """Reduce a torch operator or memory format to its name, `finfo` or `iinfo` to its type.
+    """Reduce a torch operator or memory format to its name, and a `finfo` or `iinfo` to its dtype.
 
-    NotImplemented for any other object.
+    Return NotImplemented for any other object.
     """
     kind = type(value)
     match kind.__module__, kind.__name__:
@@ -239,7 +247,11 @@ def reduce_constant(value: Any) -> Reduced:
 
 
 def rebuild_storage(contents: Any, device: str = "cpu") -> torch.UntypedStorage:
-    """Return a storage on this memory, or on a copy of read-only memory or for another device."""
+    """Return a storage with these contents.
+
+    The storage uses the memory of `contents`, unless the memory is read-only or the storage is on
+    another device: then the contents are copied.
+    """
     import torch
 
     view = memoryview(contents)
@@ -277,7 +289,7 @@ def rebuild_tensor(
 
 
 def rebuild_sparse(make: Any, args: Any, device: str) -> Any:
-    """Return a sparse tensor on this device, instead of the user's default device."""
+    """Return a sparse tensor that is rebuilt on `device`, and not on the user's default device."""
     import torch
 
     with torch.device(device):
@@ -285,7 +297,7 @@ def rebuild_sparse(make: Any, args: Any, device: str) -> Any:
 
 
 def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
-    """Set a tensor's gradient, and the attributes that Python code had put on it."""
+    """Set a tensor's gradient, and attributes that Python code had set on the sender's tensor."""
     for name, value in attributes.items():
         if name == "grad" and value.dtype != tensor.dtype:
             tensor.grad_dtype = value.dtype  # without this torch refuses the gradient

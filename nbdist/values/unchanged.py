@@ -1,7 +1,7 @@
 """Recognizes dicts, lists and instances that have not changed since their state was read.
 
-`nbdist.values.scan` uses this file in the notebook.  To compare what an object consists of takes a
-fraction of the time that it takes to read the object's state.
+`nbdist.values.scan` uses this file in the notebook.  Comparing an object's parts with its earlier
+parts is much faster than reading the object's state again.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from nbdist.values.links import LinkEntry
 from nbdist.values.states import ATOMIC, MAX_PARTS, MAX_TEXT
 
 NO_PARTS = "no parts"
-"""In place of the `Parts` of an object that has too many parts, or parts of other kinds."""
+"""What a state has in place of a `Parts` if an object has too many parts, or parts without a key.
+
+The mark keeps a scan from trying again to make a `Parts` for the object."""
 
 _key_of = attrgetter("key")
 
 
 class Parts:
-    """What an object consisted of when its state was read: its keys or names, and its values.
+    """The parts of an object when its state was read: keys or names, and values.
 
-    If `entries_if_same` finds that an object has the same parts now, its state is the same.  Each
-    part is a plain value, which nobody can change and which a `Parts` keeps, or an object that has
-    a key, or an empty table without a key at one of the positions `empty`.
+    If `entries_if_same` finds the same parts now, the object's state has not changed.  A part is of
+    one of three kinds.  A plain value cannot change, and a `Parts` holds it.  Of an object with a
+    key, a `Parts` has only the key.  An empty table has no key: `empty` has its position.
     """
 
     __slots__ = ("_count", "_empty_kinds", "_fixed", "_keys", "_kind", "_pickers")
@@ -47,14 +49,18 @@ class Parts:
     def entries_if_same(
         self, value: Any, parts: Sequence[Any], by_id: Mapping[int, LinkEntry]
     ) -> list[Any] | None:
-        """Return the entries of the parts with keys; None if `value` may have other parts now."""
+        """Return the entries in `by_id` of the parts that have keys, if no part has changed.
+
+        `parts` are the parts of `value` now.  None if a part may have changed.
+        """
         if len(parts) != self._count or type(value) is not self._kind:
             return None
         pick_fixed, pick_with_key, pick_empty = self._pickers
         if not all(map(is_, pick_fixed(parts), self._fixed)):
             return None
         if self._empty_kinds:
-            # By class, not by identity: a new table that is empty too is no change of the object.
+            # Compare the classes of empty tables, not their identity: if a table was replaced by
+            # another empty table, the object counts as unchanged.
             tables = pick_empty(parts)
             if (*map(type, tables),) != self._empty_kinds or any(tables):
                 return None
@@ -72,9 +78,10 @@ def parts_of(
     by_id: Mapping[int, LinkEntry],
     empty: Set[int],
 ) -> Parts | None:
-    """Return the `Parts` of an object; None if there are too many parts, or parts of other kinds.
+    """Return the `Parts` of an object; None if it has too many parts, or a part of no known kind.
 
-    `empty` has the positions of empty tables, which have no key.
+    `by_id` has the entries of objects with keys.  `empty` has the positions in `parts` of empty
+    tables, which have no key.
     """
     if len(parts) > 2 * MAX_PARTS:  # names and values
         return None
@@ -89,7 +96,7 @@ def parts_of(
 
 
 def _is_fixed(part: Any) -> bool:
-    """Return True for a plain value that is not long, and for a tuple of such values."""
+    """Return True if a part is a plain value that is not long, or a tuple of such values."""
     kind = type(part)
     if kind is str or kind is bytes:
         return len(part) <= MAX_TEXT

@@ -31,10 +31,10 @@ MAX_SEARCH_DEPTH = 12
 WIDEST = 1000
 
 PICKLING_ERRORS = (Exception,)
-"""The errors that pickling raises: a class's `__reduce__` and `__getstate__` can raise anything."""
+"""The errors that pickling can raise: any, since a user's `__reduce__` can raise anything."""
 
 _WITHOUT_NAME = (pickle.PicklingError, TypeError, AttributeError)
-"""Errors that pickling itself raises: messages show their texts without the class."""
+"""Errors that pickling itself raises: messages show their texts without the name of the class."""
 
 _LOCKS = (
     *(type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event),
@@ -120,10 +120,11 @@ def fails_in(namespace: dict[str, Any]) -> Callable[[Any], bool]:
 def blame(
     name: str, value: Any, fails: Callable[[Any], bool], problem: BaseException
 ) -> tuple[str, str, str, str]:
-    """Return the path from the name to the culprit, its type, why it cannot be sent, and a remedy.
+    """Return which part of a value cannot be pickled: its path, its type, the reason and a remedy.
 
-    Pickling the value raised `problem`; `fails` tries to pickle a part.  After about a second the
-    search ends with the innermost part that it has found by then.
+    The path begins with `name`.  `problem` is the error that pickling the value raised; `fails`
+    returns True if it cannot pickle a part.  After about a second the search ends with the
+    innermost part that it has found by then.
     """
     path, culprit = _find_culprit(name, value, fails)
     if kind := _kind_of(culprit):
@@ -134,7 +135,7 @@ def blame(
 
 
 def _text_of(problem: BaseException) -> str:
-    """Return the first line of an error's text, after its class unless in `_WITHOUT_NAME`."""
+    """Return the first line of an error's text, mostly with the name of the error's class."""
     name, text = type(problem).__name__, ""
     with suppress(Exception):  # a user's __str__ can raise anything
         text = str(problem).partition("\n")[0].rstrip(".")
@@ -144,7 +145,7 @@ def _text_of(problem: BaseException) -> str:
 
 
 def type_name(value: Any) -> str:
-    """Return the name of a value's type, with the module unless `builtins` or `__main__`."""
+    """Return the name of a value's type, with its module if this is not builtins or `__main__`."""
     kind = type(value)
     plain = kind.__module__ in ("builtins", "__main__")
     return kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}"
@@ -158,11 +159,11 @@ def _kind_of(value: Any) -> tuple[str, str, str] | None:
 
 
 def _find_culprit(name: str, value: Any, fails: Callable[[Any], bool]) -> tuple[str, Any]:
-    """Return the path to the innermost part found that cannot be pickled, and that part."""
+    """Return the innermost part of a value that cannot be pickled: its path, and the part."""
     path, deadline, seen_ids = name, time.monotonic() + SEARCH_TIMEOUT, {id(value)}
     for _ in range(MAX_SEARCH_DEPTH):
         if _kind_of(value):
-            break  # the parts of such an object explain nothing
+            break  # the object itself explains the problem better than one of its parts
         for more, part in itertools.islice(_parts_until_error(value), WIDEST):
             if time.monotonic() > deadline:
                 return path, value
@@ -184,7 +185,7 @@ _HARMLESS = (str, bytes, int, float, complex, bool, type(None))
 
 
 def parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (text, part) for each part of a value; a text such as `.func` leads to the part."""
+    """Yield (text, part) for each part of a value; the text, such as `.func`, is its path in it."""
     match value:
         case types.FunctionType():
             yield from _parts_of_function(value)

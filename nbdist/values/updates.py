@@ -1,7 +1,7 @@
 """Writes changes of the notebook's objects, and applies them to a rank's counterparts in place.
 
-An update changes the counterpart itself: aliases, wrappers and optimizers still refer to it.
-The notebook calls `update_of`, a rank calls `apply`.
+The notebook calls `update_of`, a rank calls `apply`.  A counterpart stays the same object, so that
+aliases, wrappers and optimizers on the rank still refer to it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ from nbdist.values.states import (
 ObjectUpdate = tuple[int, str, Any]
 """The key of an object, the name of its tool, and its new contents.
 
-The tool says how the object is read, written (`_WRITERS`) and changed (`_APPLIERS`).
+The tool, such as "dict" or "tensor", selects the functions that write the contents (`_WRITERS`) and
+apply them (`_APPLIERS`).
 """
 
 COPY = "copy"
-"""The part that replaces `data` if only a tensor's contents are sent, and not its memory.
+"""The name of a tensor's contents in an update that does not give the tensor other memory.
 
-If shape and dtype are equal, the rank copies the contents into its own tensor's memory.
+The rank copies the contents into its tensor's own memory, if shape and dtype are equal.  With the
+name "data" in its place, the rank's tensor gets the memory that was sent.
 """
 _PLAIN = (dict, OrderedDict, defaultdict, list, set, deque)
 
@@ -53,14 +55,18 @@ def update_of(
 ) -> ObjectUpdate:
     """Return an update that brings an object's changes to a counterpart in the state `before`.
 
-    `changed` are the parts to send, None for an object that is sent whole.
+    `state` is the object's present state.  `changed` has the parts to send; with None the object is
+    sent as a whole.
     """
     value = entry()
     return entry.key, entry.tool, _WRITERS[entry.tool](value, state, before, changed, scan)
 
 
 def is_replaced(changed: frozenset[Token] | None) -> bool:
-    """Return True if the changed parts include a part that cannot be changed in place."""
+    """Return True if the changed parts include a part that cannot be changed in place.
+
+    Ranks then need a new object in place of the counterpart.
+    """
     return changed is not None and HEAD_PART in changed
 
 
@@ -80,7 +86,7 @@ def _write_dict(
     names = [name for name in state.parts if name != FACTORY and not is_attribute(name)]
     items = {*names}
     kept = [name for name in before.parts if name in items]
-    # If no order is sent, the rank appends new keys.
+    # The rank appends new keys at the end.  The order is sent only if the notebook's dict differs.
     is_in_order = names[: len(kept)] == kept
     order = None if is_in_order else names
     factory = (value.default_factory,) if FACTORY in changed else None
@@ -90,12 +96,12 @@ def _write_dict(
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
-    """List the items that a dict holds, even if the user's subclass shows other items."""
+    """List the items that a dict holds, without calling methods of a user's subclass."""
     return [*(OrderedDict.items if isinstance(value, OrderedDict) else dict.items)(value)]
 
 
 def iter_of(value: Any) -> Iterable[Any]:
-    """Iterate over the items that a list, set or deque holds, even if a subclass shows others."""
+    """Iterate over what a list, set or deque holds, without calling methods of a subclass."""
     kind: Any = next(each for each in (list, set, deque) if isinstance(value, each))
     return kind.__iter__(value)  # type: ignore[no-any-return]
 
@@ -225,13 +231,16 @@ _WRITERS: dict[str, Callable[..., Any]] = {
 
 
 def apply(value: Any, tool: str, data: Any, token: Callable[[Any], Token]) -> None:
-    """Change an object in place by an update; `token` is the method of a `Scan` on this rank."""
+    """Change an object in place by the contents of an update (`data`).
+
+    `token` is `Scan.token` on this rank, by which keys of a dict are compared with the notebook's.
+    """
     _APPLIERS[tool](value, data, token)
 
 
 def _apply_dict(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
     is_by_part, pairs, drops, order, factory, attributes = data
-    # The methods of a user's class may do more than store an item.
+    # Call methods of Python's class: those of a user's class may do more than store an item.
     kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
     if not is_by_part:
         kind.clear(value)
@@ -252,7 +261,7 @@ def _apply_dict(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
 
 
 def _set_own(value: Any, sets: Iterable[tuple[str, Any]] | None, drops: Iterable[Any] = ()) -> None:
-    """Set and remove attributes of a container whose class the user has made."""
+    """Set and remove attributes of a container of a user's class."""
     for name, part in sets or ():
         if name != CLASS:
             value.__dict__[name] = part
@@ -262,7 +271,7 @@ def _set_own(value: Any, sets: Iterable[tuple[str, Any]] | None, drops: Iterable
 
 
 def is_attribute(part: Token) -> bool:
-    """Return True for a part that is an attribute of a container, and not an item."""
+    """Return True if a part of a container's state is an attribute, and not an item."""
     return type(part) is tuple and len(part) == 2 and part[0] == ATTRIBUTE
 
 
@@ -360,7 +369,7 @@ def _apply_tensor(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
 
 
 def _drop_own(value: Any, drops: Iterable[str]) -> None:
-    """Remove attributes that Python code had put on a tensor or array."""
+    """Remove attributes of a tensor or array that the notebook's object no longer has."""
     for name in drops:
         if name.startswith("."):
             value.__dict__.pop(name[1:], None)
@@ -401,7 +410,10 @@ def _apply_opaque(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
 
 
 def set_state(value: Any, state: Any, setter: Callable[..., Any] | None = None) -> None:
-    """Give an object a state as pickle does, but replace all of `__dict__` instead of updating."""
+    """Give an object a state as pickle does, but clear its `__dict__` first.
+
+    Attributes that the state lacks are gone then; pickle sets states only on new objects.
+    """
     if setter is not None:
         setter(value, state)
         return
