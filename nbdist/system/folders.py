@@ -1,7 +1,8 @@
 """Makes private folders, locks folders in use, and removes folders that no process uses.
 
-A process locks a file in the folder that the process uses.  `remove` spares a folder that is
-locked, has no such file, or can be written by other users.  Every process may import this file.
+A process that uses a folder locks a file in it.  `remove` spares a folder that is locked, that has
+no such file, or to which other users can write.  Notebooks, agents, heads and workers use this
+module.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Untrusted(Exception):
-    """A file, folder or link may be under another user's control; the text has path and reason."""
+    """Another user may control a file, folder or link; the text has its path and the reason."""
 
 
 # --- the working directory --------------------------------------------------------------
@@ -74,7 +75,7 @@ def make_private(folder: Path) -> None:
 
 
 def check_private(folder: Path) -> None:
-    """Raise an OSError unless this is a folder of this user that no other user can open."""
+    """Raise OSError unless a path is a folder of this user that no other user can open."""
     status = os.lstat(folder)
     is_open = not stat.S_ISDIR(status.st_mode) or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
     if is_open or status.st_uid != os.geteuid():
@@ -82,15 +83,18 @@ def check_private(folder: Path) -> None:
 
 
 def open_private(path: str | Path, flags: int) -> int:
-    """Open a file, which only this user can open if it is new; also an `opener` for `open`."""
+    """Open a file; a new file can be opened by this user only.  For the `opener` of `open`."""
     return os.open(path, flags | os.O_CLOEXEC, PRIVATE_FILE)
 
 
 @contextmanager
 def whole_file(path: Path, mode: int = 0o666, part: Path | None = None) -> Iterator[BinaryIO]:
-    """Open a new file that replaces `path` when the context ends; an error removes the new file.
+    """Open a new file that replaces the file `path` when the context ends.
 
-    Until then the new file is `part`, by default a hidden file beside `path`.  Raises OSError.
+    Until then the new file has the path `part`, by default that of a hidden file beside `path`.  If
+    an error leaves the context, the new file is removed, and `path` stays as it was.
+
+    Raises OSError.
     """
     # A random name, because a process in another container or machine can have the same pid.
     part = part or path.with_name(f".{path.name}.{os.urandom(8).hex()}")
@@ -104,7 +108,10 @@ def whole_file(path: Path, mode: int = 0o666, part: Path | None = None) -> Itera
 
 
 def check_links(root: Path, folder: Path) -> None:
-    """Raise Untrusted if another user (not user 0) owns a symbolic link from `root` to `folder`."""
+    """Raise Untrusted if another user owns a symbolic link on the path from `root` to `folder`.
+
+    Links of this user and of root (user 0) are accepted.
+    """
     for path in (*reversed(folder.parents), folder):
         if path == root or not path.is_relative_to(root) or not path.is_symlink():
             continue
@@ -128,13 +135,14 @@ def state_folder() -> str:
 
 
 def claim(folder: Path) -> int:
-    """Make a lock file in a folder, with the folder's name as text, and lock the file.
+    """Make a lock file in a folder, write the folder's name into the file, and lock the file.
 
     Returns a descriptor; the folder stays locked until the descriptor is closed.  Raises OSError.
     """
     flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW
     file = _lock(open_private(folder / LOCK_FILE, flags), fcntl.LOCK_SH)
-    # Written only under the lock: `remove` spares a folder whose lock file is still empty.
+    # Write only after locking: `remove` spares a folder whose lock file is empty, because it may be
+    # made and not locked yet.
     os.write(file, os.fsencode(folder.name))
     return file
 
@@ -162,8 +170,8 @@ def remove(folder: Path, aside: Path | None = None) -> bool:
         try:
             if aside is not None:
                 folder.rename(aside)
-            # By the descriptor, because another folder may have the path by now.  The lock file
-            # is removed last, so that a later call can complete an interrupted removal.
+            # Use the descriptor, because another folder may have the path by now.  The lock file is
+            # removed last, so that a later call can complete an interrupted removal.
             for name in {*os.listdir(folder_fd)} - {LOCK_FILE}:
                 try:
                     os.unlink(name, dir_fd=folder_fd)
@@ -189,7 +197,8 @@ def _lock(file: int, lock: int) -> int:
     try:
         fcntl.flock(file, lock | fcntl.LOCK_NB)
     except OSError as error:
-        # `remove` removes no folder on a file system without locks: a shared lock is not needed.
+        # On a file system without locks go on without a shared lock: there `remove` removes no
+        # folder, as it cannot get its lock either.
         if lock == fcntl.LOCK_EX or isinstance(error, BlockingIOError):
             os.close(file)
             raise
@@ -209,10 +218,11 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def open_trusted(path: Path) -> int:
-    """Open a plain file for reading that no other user can have written; return its descriptor.
+    """Open a plain file for reading; return its descriptor.
 
-    The two folders above the file are checked too.  Raises Untrusted, also for a symbolic link,
-    and OSError.
+    Raises Untrusted if another user can have written or replaced the file, as its owner or mode, or
+    those of the two folders above it, show, or if any of the three is a symbolic link.  Raises
+    OSError if the file cannot be opened.
     """
     with ExitStack() as opened:
         above = None
@@ -223,9 +233,9 @@ def open_trusted(path: Path) -> int:
 
 
 def _open_own(path: Path, above: int | None, flags: int) -> int:
-    """Return a descriptor of this user's file or folder; Untrusted if other users can write to it.
+    """Open this user's file or folder; raises Untrusted if other users can write to it.
 
-    An access control list that lets others write shows in the permission bits of the group, too.
+    If an access control list lets others write, the permission bits of the group show this, too.
     """
     name = path if above is None else path.name
     if stat.S_ISLNK(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
@@ -250,13 +260,13 @@ def _open_own(path: Path, above: int | None, flags: int) -> int:
 RUNTIME_FOLDER_PREFIX, NOTEBOOK_SOCKET = "nbdist-", "notebook.sock"
 
 MADE = "[a-z0-9_]" * 8
-"""Matches, in `glob`, the eight characters that `tempfile.mkdtemp` adds to a prefix."""
+"""A pattern of `glob` for the eight characters that `tempfile.mkdtemp` adds to a prefix."""
 
 MADE_NAME = RUNTIME_FOLDER_PREFIX + MADE
-"""Matches the names of runtime folders, but not those of code folders, `nbdist-code-...`."""
+"""A pattern for the names of runtime folders; it does not match code folders, `nbdist-code-...`."""
 
 LAST_PLACES = ("/tmp", "/var/tmp")
-"""Places for runtime folders if no place that the environment names can be used."""
+"""Folders in which runtime folders are made if no folder of the environment can be used."""
 
 LONGEST_SOCKET_NAME, SOCKET_PATH_LIMIT = "a123456g1234r123456.tasks", 107
 """The longest name of a socket in the folder, and the most bytes in the path of a socket.
@@ -264,19 +274,19 @@ LONGEST_SOCKET_NAME, SOCKET_PATH_LIMIT = "a123456g1234r123456.tasks", 107
 Linux allows 108 bytes, with a final zero (unix(7))."""
 
 ROOM = 1 << 18
-"""Bytes that must be free for a runtime folder, more than the small files of a world take."""
+"""Bytes that must be free on the disk of a runtime folder: more than a world's small files take."""
 
 
 class RuntimeFolder:
     """A new folder for a world's sockets, locked by this process.
 
-    Raises NoRuntimeFolder if no place can hold the folder, with the reason for each place.  Also
-    removes the runtime folders of processes that were killed.
+    Making the object also removes the runtime folders of processes that were killed.  Raises
+    NoRuntimeFolder, with a reason for each of the `places`, if a folder can be made in none.
     """
 
     def __init__(self) -> None:
-        # Old folders are removed from all places, because an earlier session may have had another
-        # environment.  Folders of running worlds match the pattern too, but are locked and stay.
+        # Remove old folders in all places, because an earlier notebook may have had other variables
+        # for places.  Folders of running worlds match the pattern too, but are locked and stay.
         for folder in (each for parent in places() for each in parent.glob(MADE_NAME)):
             remove(folder)
         problems = {}
@@ -296,13 +306,14 @@ class RuntimeFolder:
         self.release()
 
     def release(self) -> None:
-        """Unlock the folder without removing it, because agents still use it."""
+        """Unlock the folder without removing it, because an agent still uses it."""
         os.close(self._claim)
 
 
 class JoinedFolder:
-    """The runtime folder of a running world to which this notebook attaches, locked here too.
+    """The runtime folder of a running world to which this notebook attaches.
 
+    This process locks the folder, as the world's agent does.
     Raises OSError if the folder is missing, is open to other users, or is being removed.
     """
 
@@ -323,7 +334,7 @@ class JoinedFolder:
 
 
 def problem_of(parent: Path) -> str:
-    """Return why no runtime folder can be made in this place; "" if a folder can be made."""
+    """Return why no runtime folder can be made in the folder `parent`, or "" if one can be made."""
     try:
         shutil.rmtree(_make_folder_in(parent))
     except OSError as error:
@@ -332,20 +343,19 @@ def problem_of(parent: Path) -> str:
 
 
 def places() -> list[Path]:
-    """Return the places for runtime folders, in the order in which they are tried."""
+    """Return the folders in which a runtime folder may be made, in the order of trying them."""
     configured = (os.environ.get(name, "") for name in ("XDG_RUNTIME_DIR", "TMPDIR"))
     return [Path(place) for place in dict.fromkeys((*configured, *LAST_PLACES)) if place]
 
 
 def _make_folder_in(parent: Path) -> Path:
-    """Make a runtime folder in this place.
-
+    """Make a runtime folder in the folder `parent`, and test whether the folder can have sockets.
     Raises OSError, for example if the path is too long for a socket, if the disk is full, or if
     the file system has no sockets.
     """
     if not parent.is_absolute():
         raise OSError("it is no absolute path")
-    # Counted in bytes, because Linux limits bytes, and a character may take four.
+    # Count bytes, because Linux limits bytes, and a character may take four.
     longest = len(os.fsencode(parent / f"{RUNTIME_FOLDER_PREFIX}12345678" / LONGEST_SOCKET_NAME))
     if longest > SOCKET_PATH_LIMIT or not str(parent).isprintable():
         raise OSError("its path is too long for a socket's, or has signs that it cannot have")

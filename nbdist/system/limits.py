@@ -1,4 +1,4 @@
-"""The machine's limits, with names and remedies: processes and threads, open files, memory.
+"""Reads the limits of processes, threads, open files and memory, and words messages about them.
 
 In a container or a Slurm job a control group (cgroups(7)) often allows less memory than the machine
 has.  Beyond that limit Linux usually kills the biggest process, often the notebook.  So nbdist
@@ -31,13 +31,15 @@ SIGNS = re.compile(
 )
 """Matches the messages of a process that could not start a thread or process.
 
-EAGAIN's text counts only in these places, as errors of locked files and sockets have it too."""
+The text of EAGAIN alone does not match, since errors of locked files and sockets have it too."""
 
 NOT_RUNNABLE = (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
-"""Errors of a start that mean a missing or wrong program, and no limit."""
+"""Errors that mean that a program is missing or cannot be run, and that no limit is reached."""
 
 OF_LIMITS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Errors that mean a limit of processes, open files or memory, even if they name a file."""
+"""Errors that mean that a limit of processes, open files or memory is reached.
+
+This also holds for an error that names a file."""
 
 AGENT_FILES, FILES_OF_RANK = 64, 20
 """Open files of an agent: without ranks, and for each rank.
@@ -59,7 +61,7 @@ class Lack(ChildProcessError):
 
 
 def word_lack(code: int | None) -> str:
-    """Return the message for a process that could not be started, by the errno in `code`.
+    """Return the message about a process that could not be started; `code` is the errno.
 
     For EAGAIN the message has the limit that is reached, and the remedy.
     """
@@ -74,19 +76,25 @@ def word_lack(code: int | None) -> str:
 
 
 def word_start_error(error: OSError) -> str:
-    """Return the message for a failed start: as `word_lack`, or with the file that is at fault."""
+    """Return the message about a process that could not be started because of this error.
+
+    If the error names a file and means no limit, the message names the file, too.
+    """
     if error.filename is None or error.errno in OF_LIMITS:
         return word_lack(error.errno)
     return f"{error.filename}: {error.strerror}"
 
 
 def lack_in(last_lines: Iterable[str]) -> str:
-    """Return the message about a reached limit if the last lines of a process show one, else ""."""
+    """Return the message about a reached limit if a process's last lines match `SIGNS`, else ""."""
     return word_lack(errno.EAGAIN) if any(map(SIGNS.search, last_lines)) else ""
 
 
 def process_limits() -> list[tuple[str, int, int]]:
-    """Return limits of processes and threads: name, limit, present number; the tightest first."""
+    """Return limits of processes and threads as (name, limit, present number).
+
+    The limit that allows the fewest further processes comes first.
+    """
     limits = []
     allowed, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if os.getuid() != 0 and allowed != resource.RLIM_INFINITY:  # Linux does not limit root
@@ -132,8 +140,10 @@ def word_lack_of_files(workers: int) -> str:
 
 
 ASKED_FROM, UNLIMITED = 32 << 20, 1 << 60
-"""Bytes: the least size for which `require_memory` reads the limits, because that takes 0.2 ms; and
-the least limit that counts as no limit."""
+"""Numbers of bytes.
+
+`require_memory` reads the limits only for ASKED_FROM bytes or more, because reading them takes
+0.2 ms.  A limit of UNLIMITED or more counts as no limit."""
 
 OOM_KILL = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
@@ -146,13 +156,14 @@ _MEMORY_FILES = {
         *("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes"),
     ),
 }
-"""Files by version of control groups: limit and use of memory, then of swap.
+"""By the version of control groups: the names of the files with the limit and use of memory, then
+with the limit and use of swap.
 
 In version 1 the last two count memory and swap together."""
 
 
 class ControlGroup(NamedTuple):
-    """A control group of processes, whose use of the machine Linux counts and limits together."""
+    """A control group (cgroups(7)): processes whose use of the machine Linux limits together."""
 
     version: int
     folder: Path
@@ -163,12 +174,13 @@ def control_groups(
 ) -> Iterator[ControlGroup]:
     """Yield a process's control groups that may have this controller, innermost first.
 
-    Groups of version 2 are yielded even if version 1 has the controller; then the groups of version
-    2 lack the controller's files.
+    A controller, such as "memory", is in version 1 or in version 2.  Groups of version 2 are
+    yielded in any case; if version 1 has the controller, they lack the controller's files.
     """
     try:
         entries = (proc / str(pid) / "cgroup").read_text().splitlines()
-        # This process's mounts, because this process uses the paths; a wrapped worker's may differ.
+        # Read this process's mounts even for another process, such as a worker in a container: this
+        # process will open the paths.
         mounts = [line.split() for line in (proc / "self" / "mountinfo").read_text().splitlines()]
     except OSError:
         return
@@ -186,7 +198,10 @@ def control_groups(
 
 
 def _upwards(mounted: Path, root: str, path: str | None) -> Iterator[Path]:
-    """Yield the folder of the group at `path`, and the folders above up to the mount point."""
+    """Yield the folder of the group `path`, and the folders above it up to the mount point.
+
+    The group `root` is mounted at the folder `mounted`.
+    """
     if path is None:
         return
     # In a container `path` may be the path outside the container, which does not exist here.
@@ -200,7 +215,7 @@ def _upwards(mounted: Path, root: str, path: str | None) -> Iterator[Path]:
 
 
 class MemoryLimit(NamedTuple):
-    """A limit of memory and the free part, in bytes; `where` names the machine or control group."""
+    """A limit of memory, and how much of it is free, in bytes; `where` names machine or group."""
 
     where: str
     limit: int
@@ -213,7 +228,8 @@ def require_memory(size: int) -> None:
         return
     for limit in memory_limits():
         if size > limit.free:
-            # Imported only now, because an agent's first imports delay the start of a fork server.
+            # Import the error only here: each import of an agent delays the start of its fork
+            # server.
             from nbdist.errors import NotEnoughMemory
 
             raise NotEnoughMemory(size, limit.where, limit.limit, max(0, limit.free))
@@ -224,7 +240,7 @@ def memory_limits(proc: Path = _PROC) -> Iterator[MemoryLimit]:
     machine = _fields(proc / "meminfo")
     swap = machine.get("SwapFree:", 0) << 10
     for group in control_groups("memory", proc=proc):
-        # Groups whose files cannot be read are skipped: their limits are not known.
+        # Skip a group whose files cannot be read, since its limit is not known.
         with suppress(OSError, ValueError):
             yield from _limit_of(group, swap)
     if "MemAvailable:" in machine:
@@ -266,8 +282,8 @@ def _fields(file: Path) -> dict[str, int]:
 class OomKills:
     """Finds out whether Linux has most likely killed a process for lack of memory.
 
-    Compares the numbers of such kills before and after the death, in the process's innermost
-    control group that counts kills, else on the whole machine.
+    It compares the number of such kills (OOM kills) before and after the death.  The number is that
+    of the process's innermost control group that counts kills, or else of the whole machine.
     """
 
     def __init__(self, pid: int) -> None:
@@ -279,7 +295,10 @@ class OomKills:
         self.file, self._before = next((each for each in counts if each[1] >= 0), (files[-1], 0))
 
     def text(self, exit_code: int) -> str:
-        """Return a line that the process was most likely killed for lack of memory; else ""."""
+        """Return a line that says that the process was most likely killed for lack of memory.
+
+        Return "" if it was not killed by SIGKILL, or if the number of OOM kills is the same.
+        """
         now = _oom_kills_in(self.file)
         if exit_code != -signal.SIGKILL or now <= self._before:
             return ""

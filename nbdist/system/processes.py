@@ -1,8 +1,9 @@
-"""How nbdist starts, observes and ends processes: command lines, /proc, prctl, guards, children.
+"""Starts, observes and ends processes: command lines, /proc, prctl(2), guards, child processes.
 
-This file imports little, and nothing of nbdist, because the agent imports this file before the fork
-server starts.  This file is also a script without a package: `python -IS processes.py COMMAND`
-becomes the command that wraps a worker (`--wrap`), and is killed when the agent exits.
+This file imports little, and nothing of nbdist, because the agent imports it before it starts the
+fork server, and further imports would delay the start.  The file is also a script:
+`python -IS processes.py COMMAND` becomes the command that wraps a worker (`--wrap`), which Linux
+kills when the agent exits.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ _SOURCE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(
 
 
 def agent_command(python: str | None, number: int = -1) -> list[str]:
-    """Return the command that starts an agent of a head; `number` is a node, or -1 for any."""
+    """Return the command of an agent that connects to a head, for the node `number`.
+
+    With -1 the head gives the agent a node.
+    """
     node = [] if number < 0 else ["--node", str(number)]
     return [python or sys.executable, *MODULE_OPTIONS, "nbdist.agent", "--ticket", *node]
 
@@ -40,7 +44,8 @@ def agent_command(python: str | None, number: int = -1) -> list[str]:
 def safe_path(environ: Mapping[str, str], folder: str) -> str:
     """Return PYTHONPATH without entries that can lead to the working directory `folder`.
 
-    Such entries are the folder itself, "" and relative paths.  The folder from which nbdist itself
+    Such entries are the folder itself, "" and relative paths: with them, Python could import a
+    user's file such as `random.py` in place of a library's.  The folder from which nbdist itself
     was imported is kept.
     """
     entries = environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -64,7 +69,10 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def signal_on_parent_exit(number: signal.Signals, parent: int) -> bool:
-    """Let Linux signal this process when `parent` exits; return False if `parent` has exited."""
+    """Let Linux send this process a signal when its parent exits.
+
+    Return False if the process `parent` had exited before: then no signal will come.
+    """
     _prctl(PR_SET_PDEATHSIG, number)
     return os.getppid() == parent
 
@@ -78,12 +86,12 @@ def adopt_orphans(*, adopts: bool = True) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the pids of a process's children, also of those that wait to be reaped."""
+    """Return the pids of a process's children, also of zombies (exited and not yet reaped)."""
     return [process for process, stat in _processes() if stat[1:2] == [str(pid)]]
 
 
 def _processes() -> Iterator[tuple[int, list[str]]]:
-    """Yield each process's pid and the fields of `_stat`, which begin with state, parent, group."""
+    """Yield the pid and the `_stat` of each process: state, parent, process group and so on."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         yield int(pid), _stat(pid)
 
@@ -108,13 +116,16 @@ def thread_state(pid: int, tid: int | str = "") -> str:
 
 
 def is_exiting(pid: int) -> bool:
-    """Return True if the process has exited, or is exiting within Linux, which can take long."""
+    """Return True if the process has exited, or if Linux is ending it, which can take long."""
     stat = _stat(pid)
     return len(stat) <= 6 or bool(int(stat[6]) & PF_EXITING)
 
 
 def identify(pid: int) -> str:
-    """Return a process's machine, pid and start time as a text; "" if no such process exists."""
+    """Return a process's machine, pid and start time as a text; "" if no such process exists.
+
+    A later process can get the same pid, but has another start time.
+    """
     stat = _stat(pid)
     return f"{os.uname().nodename} {pid} {stat[19]}" if len(stat) > 19 else ""
 
@@ -125,7 +136,7 @@ def is_of_this_machine(identity: str) -> bool:
 
 
 def may_run(identity: str) -> bool:
-    """Return True if the process in a text of `identify` exists, or is on another machine."""
+    """Return True if the process in a text of `identify` runs, or may run on another machine."""
     match identity.split():
         case [host, pid, _]:
             return host != os.uname().nodename or identify(int(pid)) == identity
@@ -139,7 +150,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def _stat(pid: int | str) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; only `X` if the file is missing."""
+    """Return the fields of /proc/PID/stat from the state on; ["X"] if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(") ")[2].split()
@@ -163,7 +174,7 @@ def ignores_signal(pid: int, number: int) -> bool:
 
 
 class Schedule(NamedTuple):
-    """How Linux has scheduled a thread so far."""
+    """How long a thread has run and has waited for a processor since it was started."""
 
     ran: float = 0.0  # seconds
     waited: float = 0.0  # seconds in which the thread was ready to run and did not
@@ -181,10 +192,11 @@ def schedule(pid: int, tid: int | str) -> Schedule:
 
 
 class OwnTime:
-    """Counts the seconds from now on in which a process does not have to wait for a processor.
+    """Counts the seconds from now on, without those in which a process waits for a processor.
 
-    The longest wait of a thread counts as the process's wait, because the other threads may have
-    waited for that thread to release the GIL.
+    The agent measures workers' timeouts by this time, so that a worker on a busy machine gets
+    longer.  The longest wait of a thread counts as the process's wait, because all other threads
+    may have waited for that thread to release the GIL.
     """
 
     def __init__(self, pid: int) -> None:
@@ -196,8 +208,8 @@ class OwnTime:
     def seconds(self) -> float:
         """Return the counted seconds; all seconds if Linux does not count the waits of threads.
 
-        The number never falls.  A thread that is ready to run may have slept until now, or may have
-        waited for a processor all the time.  Until the thread has run, a wait is assumed.
+        The number never falls.  If a thread is ready to run, nobody knows how long it has waited
+        for a processor: the longest possible wait is subtracted until the thread has run.
         """
         seconds = time.monotonic() - self.since - max(self.waits(), default=0.0)
         self._largest = max(self._largest, seconds)
@@ -210,7 +222,8 @@ class OwnTime:
 
     def _wait(self, tid: str, now: Schedule, passed: float) -> float:
         before = self._before.get(tid, Schedule())
-        # Linux adds a wait to the sum when the thread begins to run, as the calling thread has.
+        # Linux adds a wait to `waited` only when the thread begins to run.  The calling thread's
+        # state is "R" too, but it runs, so its last wait was added.
         is_over = thread_state(self._pid, tid) != "R" or int(tid) == threading.get_native_id()
         return now.waited - before.waited if is_over else passed - (now.ran - before.ran)
 
@@ -223,7 +236,7 @@ def _schedules(pid: int) -> dict[str, Schedule]:
 
 
 def trim_memory() -> None:
-    """Return freed memory, which glibc keeps, to the machine; does nothing without glibc."""
+    """Give memory that glibc keeps after `free` back to Linux; does nothing without glibc."""
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -232,10 +245,11 @@ def trim_memory() -> None:
 
 # The process of an agent, or of a head, forks before most of its imports.  The child becomes the
 # agent or head, and the parent becomes the guard, which waits for the child to exit.  Then the
-# guard kills the processes that the child, which may have been killed, has left: as a child
-# subreaper, the guard has become the parent of these processes.  If the guard is killed, the agent
-# gets a SIGTERM and exits in order.  The guard kills an agent that hangs after its notebook's exit
-# and has not sent `STAYS_BYTE`.  "Agent" below also means a head.
+# guard kills all processes that the child has left, even if the child was killed: as a child
+# subreaper, the guard has become the parent of these processes.  If the guard is killed, Linux
+# sends the agent a SIGTERM, and the agent ends its workers and exits.  The guard kills an agent
+# that does not exit after its notebook has exited, unless the agent has sent `STAYS_BYTE`.  "Agent"
+# below also means a head.
 
 
 EXIT_TIMEOUT, EXIT_POLL_INTERVAL = 5.0, 0.005
@@ -245,11 +259,13 @@ AGENT_GRACE = 20.0
 """Seconds for an agent to exit after its notebook: on busy cores the agent's imports take long."""
 
 STAYS_BYTE, LEAVES_BYTE, LONGEST_TOLD = b"s", b"l", 1 << 16
-"""An agent's messages to its guard: the agent outlives its notebook, or not; a pipe's capacity."""
+"""What an agent sends its guard if it outlives its notebook, and if it does not.
+
+The last number is the capacity of the pipe in bytes."""
 
 
 class Guard:
-    """The agent's connection to its guard."""
+    """The agent's end of the pipe to its guard."""
 
     def __init__(self, pipe: int) -> None:
         self.pid = os.getppid()
@@ -269,11 +285,11 @@ def fork_below_guard(
 ) -> Guard:
     """Fork this process: the parent becomes the guard and never returns, the child is the agent.
 
-    Processes that the agent leaves behind have `grace` seconds to exit, because their stdin has
-    closed, and as many after a SIGTERM; then the guard kills them and removes `runtime`.  The guard
-    kills an agent that hangs for `AGENT_GRACE` + 2 * `grace` seconds after the notebook's exit.  If
-    a signal has killed the agent, the guard calls `after_kill` with the bytes that the agent sent.
-    Raises OSError if no further process can be started.
+    When the agent has exited, processes that it leaves behind have `grace` seconds to exit, because
+    their stdin has closed, and as many after a SIGTERM.  Then the guard kills them, and removes the
+    folder `runtime`.  The guard kills an agent that has not exited `AGENT_GRACE` + 2 * `grace`
+    seconds after its notebook.  If a signal has killed the agent, the guard calls `after_kill` with
+    the bytes that the agent sent.  Raises OSError if no further process can be started.
     """
     guard = os.getpid()
     adopt_orphans()
@@ -304,10 +320,10 @@ MAX_KILL_ROUNDS = 20  # rounds of killing, because processes may start others be
 
 
 def kill_group(pid: int) -> None:
-    """Kill the processes in the group of Linux that the process `pid`, such as a worker, leads.
+    """Kill the processes of the Linux process group that `pid` leads, such as a worker's.
 
-    Trackers are spared if /dev/shm may have files to clean up: trackers clean up by themselves when
-    the other processes have exited, and then exit.
+    Trackers (`TRACKERS`) are spared if /dev/shm has files that they may have to remove.  They
+    remove the files when all other processes of the group have exited, and then exit.
     """
     if not _has_tracked():
         with suppress(ProcessLookupError, PermissionError):
@@ -326,14 +342,14 @@ def kill_group(pid: int) -> None:
 
 
 WORKER_PID = "NBDIST_WORKER_PID"
-"""An environment variable with a worker's pid, which programs inherit that the worker starts."""
+"""An environment variable with a worker's pid; programs that the worker starts inherit it."""
 
 
 def kill_adopted(worker: int) -> None:
     """Kill the programs that a dead worker has left, with all their descendants but trackers.
 
-    This process has adopted such programs, and recognises them by `WORKER_PID`.  A program that
-    was started without this variable keeps running.
+    This process has adopted such programs, and recognizes them by `WORKER_PID` in their
+    environment.  A program that was started without this variable keeps running.
     """
     mark, killed = f"{WORKER_PID}={worker}".encode(), set[int]()
     for _ in range(MAX_KILL_ROUNDS):
@@ -371,9 +387,10 @@ def _is_tracker(pid: int) -> bool:
 
 
 def kill_descendants() -> None:
-    """Kill and reap all descendants of this process, which must adopt orphans.
+    """Kill and reap all descendants of this process, which must have called `adopt_orphans`.
 
-    Trackers are spared for `TRACKER_GRACE` seconds.  Gives up after `EXIT_TIMEOUT` seconds.
+    Trackers are spared for `TRACKER_GRACE` seconds, so that they can remove files.  Gives up after
+    `EXIT_TIMEOUT` seconds.
     """
     spared_until = time.monotonic() + TRACKER_GRACE
 
@@ -417,7 +434,10 @@ def _watch(
     grace: float,
     after_kill: Callable[[bytes], None],
 ) -> NoReturn:
-    """Be the guard: wait for the agent, kill its remaining processes, and end as the agent did."""
+    """Do the guard's work: wait for the agent's exit, then kill the processes that it has left.
+
+    At last exit with the agent's exit code, or die by the signal that killed the agent.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(agent, signal.SIGTERM))
     status, last_word = _wait_for(agent, notebook, pipe, AGENT_GRACE + 2 * grace)
@@ -439,10 +459,10 @@ def _watch(
 
 
 def _wait_for(agent: int, notebook: int | None, pipe: int, grace: float) -> tuple[int, bytes]:
-    """Return the agent's wait status and the bytes that the agent sent; kill a hanging agent.
+    """Wait until the agent exits; return its wait status, and the bytes that it has sent.
 
-    An agent hangs if it has not exited `grace` seconds after its notebook, unless the last byte
-    that it sent is `STAYS_BYTE`.
+    Kill an agent that has not exited `grace` seconds after its notebook, unless the last byte that
+    it sent is `STAYS_BYTE`.
     """
     agent_exit, poller = os.pidfd_open(agent), select.poll()
     poller.register(agent_exit, select.POLLIN)
@@ -465,7 +485,7 @@ def _wait_for(agent: int, notebook: int | None, pipe: int, grace: float) -> tupl
 
 
 LAST_BYTES, LEFT_BEHIND = 4096, "nbdist left behind: "
-"""Bytes at a log's end that are read, and the beginning of a log's line that names leftovers."""
+"""How many bytes at a log's end are read, and the beginning of a log's line about leftovers."""
 
 
 def last_lines_of(log: BinaryIO) -> list[str]:
@@ -497,7 +517,8 @@ class Child:
         self.command = shlex.join(command)
         self._log = log.open("w+b")
         try:
-            # A new session, because Stop signals all processes in the notebook's group of Linux.
+            # A new session, because Stop sends SIGINT to all processes in the notebook's process
+            # group.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -542,7 +563,7 @@ class Child:
         """
         self._close_stdin()
         if self._process.poll() is None:
-            # The child may outlive this process; a set code keeps subprocess from a warning.
+            # The child may outlive this object.  subprocess warns of that unless a code is set.
             self._process.returncode = 0
         os.close(self._pidfd)
         self._log.close()
@@ -561,7 +582,7 @@ class Child:
 
 
 def find_leftovers(lines: Sequence[str]) -> str:
-    """Return the text after `LEFT_BEHIND` in the last line that begins with that; else ""."""
+    """Return the rest of the last line that begins with `LEFT_BEHIND`; "" without such a line."""
     return next(
         (line.removeprefix(LEFT_BEHIND) for line in [*lines][::-1] if line.startswith(LEFT_BEHIND)),
         "",
@@ -574,11 +595,11 @@ def find_leftovers(lines: Sequence[str]) -> str:
 def main() -> None:
     """Become the command that wraps a worker, and let Linux kill the command when the agent exits.
 
-    The request to Linux and the ignored signal stay in effect after `exec`.
+    Both settings, for the parent's exit and for SIGINT, stay in effect after `exec`.
     """
     signal_on_parent_exit(signal.SIGKILL, os.getppid())
-    # Stop sends SIGINT to all processes in the worker's group of Linux, also to the wrapper.  The
-    # wrapper must ignore SIGINT; the worker's kernel sets its own handler while it runs a cell.
+    # Stop sends SIGINT to the worker's process group, in which the wrapper is too.  SIGINT would
+    # end the wrapper, so it is ignored; the worker's kernel has its own handler during a cell.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.execv(sys.argv[1], sys.argv[1:])
 

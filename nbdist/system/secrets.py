@@ -1,7 +1,7 @@
 """Decides which environment variables are secrets, by the words in their names.
 
-`nbdist mcp` hides the values of secrets in the texts that an assistant gets, and errors that repeat
-the option `--env` hide such values too.  Pure: no I/O.
+`nbdist mcp` hides the values of secrets in the texts that an assistant gets.  Error messages that
+repeat the option `--env` hide such values, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ SECRET = re.compile("|".join(WORDS), re.IGNORECASE)
 """
 
 MIN_CHARACTERS = 6
-"""The least length of a value that is hidden: `1` or `true` can also be a part of other text."""
+"""The least length of a value that is hidden.
+
+A shorter value, such as `1` or `true`, often occurs in other texts, which hiding would spoil."""
 
 
 def secret_values(environ: Mapping[str, str]) -> set[str]:

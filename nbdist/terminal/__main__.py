@@ -23,10 +23,10 @@ REMOVED = {
     "k8s": 'copy the Job of the section "Kubernetes" in docs/machines.md; '
     "its pods run `nbdist join`.",
 }
-"""Commands of earlier versions, and for each command what users do now."""
+"""Commands that earlier versions had, each with a text on what to do in its place."""
 
 REFRESH = 2.0
-"""Seconds between two pictures of `nbdist status --follow`, if the user gives no other number."""
+"""Seconds after which `nbdist status --follow` prints the worlds again, by default."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -53,14 +53,16 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _join(options: argparse.Namespace) -> int:
-    # Imported here: `nbdist doctor` has to run even if ZeroMQ, which this needs, is missing.
+    # Imported here, because `nbdist doctor` must run even if ZeroMQ is missing, which the imported
+    # module needs.
     from nbdist.cluster.ticket import join
 
     return join(options.place, options.key_file, options.index)
 
 
 def _worlds(options: argparse.Namespace) -> int:
-    # Imported here: `nbdist doctor` has to run even if packages that this needs are missing.
+    # Imported here, because `nbdist doctor` must run even if packages are missing that the imported
+    # module needs.
     from nbdist.terminal import worlds
 
     match options.command:
@@ -114,7 +116,8 @@ def _parser() -> argparse.ArgumentParser:
     join = add("join", _join, "join a world that is waiting for machines")
     key_help = "the world's key, - for stdin; by default that in the user's state folder"
     join.add_argument("--key-file", metavar="FILE", help=key_help)
-    # Not named `--node`, which torchrun would take for an abbreviation of its own options.
+    # Not named `--node`: torchrun can start `nbdist join`, and its parser would take `--node` for
+    # an abbreviation of its own options.
     index_help = "the machine's number, for the order of ranks"
     join.add_argument("--index", metavar="N", type=int, help=index_help)
     join.add_argument("place", metavar="HOST:PORT", help="as shown by the notebook")

@@ -1,6 +1,6 @@
-"""The command `nbdist doctor` checks whether workers can run on this machine.
+"""The command `nbdist doctor`, which checks whether workers can run on this machine.
 
-Packages may be missing, so this file begins with imports that need none. Another process,
+Packages may be missing, so the imports at the top need none. Another process,
 `python -m nbdist.worker about`, imports torch and reports what this torch can do.
 """
 
@@ -39,18 +39,22 @@ from nbdist.topology import (
 from nbdist.words import count, one_line, size_text
 
 DOCTOR_IMPORT_TIMEOUT = 120.0
-"""Seconds for importing torch, which a slow shared file system and busy processors can delay."""
+"""Seconds for importing torch: a slow shared file system or busy processors can delay that."""
 
 PORT_CONNECT_TIMEOUT = 2.0
 
 SHARED, LEAST_SHARED = "/dev/shm", 256 << 20
-"""The folder of shared memory, and the free bytes that a DataLoader and nccl may need there."""
+"""The folder of shared memory, and the least free bytes there for which no warning is printed.
+
+A DataLoader with worker processes, and nccl, need shared memory."""
 
 AGENT_THREADS, THREADS_OF_RANK = 20, 15
 AGENT_MEMORY, MEMORY_OF_RANK = 300 << 20, 80 << 20
-"""Threads and bytes of an agent with its guard and fork server, and of a rank without variables.
+"""The threads and bytes that workers need at least, as the sum of two numbers.
 
-An agent had 5 threads and 120 MB, a rank 12 and 75 MB; a first training step took 200 MB more.
+The first is for an agent with its guard and fork server, the second for each rank.  When measured,
+an agent had 5 threads and 120 MB, and a rank 12 threads and 75 MB; its first training step took
+200 MB more.
 """
 
 PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -59,9 +63,9 @@ LEVELS, CONCLUSION = ("problem", "warning", "ok"), "result"
 
 
 class Finding(NamedTuple):
-    """A problem or warning, with a remedy if one is known; or, at level "ok", a fact.
+    """A line of the output: a problem or warning with a remedy, or at level "ok" a fact.
 
-    The last finding has the level `CONCLUSION`.
+    The last line has the level `CONCLUSION`, and says whether workers can run here.
     """
 
     level: str
@@ -73,7 +77,10 @@ FindingStream = Iterator[Finding]
 
 
 def doctor(workers: str) -> int:
-    """Print findings for a value of `-n`; return 1 if one of them is a problem, else 0."""
+    """Print what works here and what does not, for as many workers as `-n` would give.
+
+    Return 1 if a finding is a problem, else 0.
+    """
     findings = sorted(_examine(workers), key=lambda each: LEVELS.index(each.level))
     findings.append(_conclusion(findings))
     sys.stdout.write("".join(f"{level}: {text}\n" for level, text in findings))
@@ -134,7 +141,10 @@ def _packages() -> FindingStream:
 
 
 def ask(python: str, timeout: float = DOCTOR_IMPORT_TIMEOUT) -> Mapping[str, Any]:
-    """Return the facts of `nbdist.worker about`, run with `python`; LookupError if that fails."""
+    """Run `nbdist.worker about` with the interpreter `python`; return the facts that it prints.
+
+    Raises LookupError if the interpreter cannot be run, or cannot import torch and nbdist in time.
+    """
     try:
         process = subprocess.run(
             [python, *MODULE_OPTIONS, "nbdist.worker", "about"], stdin=subprocess.DEVNULL,
@@ -181,7 +191,7 @@ def _gpus(gpus: Sequence[str], about: Mapping[str, Any]) -> FindingStream:
         yield ok("no GPU is visible: ranks use gloo on the CPU")
         return
     driver, used = driver_version() or "not known", about["gpus"]
-    # Of several MIG slices CUDA shows a process only the first.
+    # CUDA shows a process only the first of several MIG slices, so torch reports a single GPU.
     if len(used) < (1 if is_slice(gpus[0]) else len(gpus)):
         remedy = "update the driver, or install a torch for an older CUDA"
         if about["device"] == "CPU":
@@ -229,10 +239,14 @@ def _kernel(size: int) -> FindingStream:
 
 
 def _memory_problem() -> str:
-    """Return why a child's memory cannot be read; "" if reading works or no child can start."""
+    """Return why a process cannot read the memory of its child; "" if it can.
+
+    An agent reads a worker's memory for the stack of a rank in C code. Also "" if no child can be
+    started.
+    """
     try:
         process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
-    except OSError:  # no process can be started, which is another problem
+    except OSError:  # no process can be started, which other checks report
         return ""
     with process:  # `cat` ends when its stdin is closed
         try:

@@ -1,8 +1,8 @@
-"""Sends code to a notebook's kernel, as its page does, for what only the notebook can do.
+"""Calls functions in a notebook's kernel, by sending code as the notebook's page does.
 
-`nbdist mcp` calls this file's functions. The kernel's command line names the connection file, which
-must belong to this user. The code runs between the user's cells; if the kernel is busy for too
-long, the code does not run at all.
+`nbdist mcp` uses this file for questions that only the notebook can answer. It finds the kernel's
+connection file, which must belong to this user, in the kernel's command line. The code runs between
+the user's cells; if the kernel is busy for too long, the code does not run at all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nbdist.errors import UsageError
 from nbdist.output.ansi import strip
 
 FREE_TIMEOUT = 4.0
-"""Seconds for a kernel to become free; a request that begins later is refused."""
+"""Seconds for a kernel to become free; the kernel refuses a call that begins later."""
 
 STEP = 0.5
 
@@ -32,7 +32,10 @@ GUEST = "nbdist.notebook.mcp_calls"
 
 
 def connection_file(pid: int) -> Path:
-    """Return the connection file of the kernel `pid`; UsageError if the process seems no kernel."""
+    """Return the connection file of the kernel with this process id.
+
+    Raises UsageError if the process does not seem to be a Jupyter kernel of this user.
+    """
     with suppress(OSError):
         words = os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")
         for word in words:
@@ -49,21 +52,25 @@ def connection_file(pid: int) -> Path:
 
 def interrupt(pid: int) -> None:
     """Send a kernel SIGINT, as the Stop button does; UsageError if the process seems no kernel."""
-    connection_file(pid)  # raises for another program, which SIGINT could end
+    connection_file(pid)  # raises UsageError for another program, which SIGINT could end
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGINT)
 
 
 @contextmanager
 def connected(pid: int) -> Iterator[BlockingKernelClient]:
-    """Connect to the kernel `pid`; UsageError if the process is no kernel, or is busy too long."""
+    """Connect to the kernel with the process id `pid`, and wait until it runs no cell.
+
+    Raises UsageError if the process is no kernel, or runs cells for more than `FREE_TIMEOUT`.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     client = BlockingKernelClient(connection_file=str(connection_file(pid)), context=context)
     client.load_connection_file()
     client.start_channels(stdin=False, hb=False, control=False)
     try:
         deadline = time.monotonic() + FREE_TIMEOUT
-        # Once iopub has brought a message, iopub is connected, and no later message is missed.
+        # The first message on iopub shows that this client's subscription works: from then on no
+        # message is missed.
         while not any(_messages(client, client.kernel_info(), STEP)):
             if time.monotonic() > deadline:
                 raise UsageError(
@@ -76,16 +83,16 @@ def connected(pid: int) -> Iterator[BlockingKernelClient]:
 
 
 def ask(pid: int, function: str, *arguments: object, timeout: float) -> str:
-    """Call a function of `nbdist.notebook.mcp_calls` in the kernel; return what it shows as text.
+    """Call a function of `nbdist.notebook.mcp_calls` in the kernel; return its output as text.
 
-    The text has no colours, and of a display that changes only the last state. Raises UsageError if
-    the kernel does not become free, or the call takes longer than `timeout`.
+    The text has no colours. Of a display that changes, the text has the last state. Raises
+    UsageError if the kernel does not become free, or if the call takes longer than `timeout`.
     """
     shown: dict[str, str] = {}
     with connected(pid) as client:
         call_arguments = ", ".join(map(repr, (time.time() + FREE_TIMEOUT, *arguments)))
         code = f"__import__({GUEST!r}, fromlist=['_']).{function}({call_arguments})"
-        # If this code fails, the user's cells that are queued behind it still run.
+        # `stop_on_error` is False, so that the user's queued cells run even if this code fails.
         options = {"silent": True, "store_history": False, "stop_on_error": False}
         number = client.execute(code, **options, allow_stdin=False)
         is_over = False
@@ -111,9 +118,10 @@ def ask(pid: int, function: str, *arguments: object, timeout: float) -> str:
 def _messages(
     client: BlockingKernelClient, number: str, timeout: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the outputs that the kernel publishes during a request, then the status `idle`.
+    """Yield the type and content of each output that the kernel publishes during a request.
 
-    Yields also output that the request shows under a user's cell, but no status after `timeout`.
+    Outputs that the request shows under a user's cell are yielded, too. At last yield the status
+    `idle`, by which the kernel ends the request; after `timeout` seconds end without the status.
     """
     deadline, has_begun = time.monotonic() + timeout, False
     while (seconds_left := deadline - time.monotonic()) > 0:

@@ -1,6 +1,6 @@
-"""The commands `nbdist status`, `ps` and `kill`, and texts on worlds for `nbdist mcp`.
+"""The commands `nbdist status`, `nbdist ps` and `nbdist kill`, and texts for `nbdist mcp`.
 
-This user's worlds on this machine answer the questions, by their sockets.
+The commands ask this user's worlds on this machine, by the sockets in their runtime folders.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nbdist.world.result import log_lines, logs_text, rows, usage_text
 # --- `nbdist ps` and `nbdist kill` ------------------------------------------------------------
 
 WORLD_END_TIMEOUT = 25.0
-"""Seconds for a world to end after SIGTERM, and again after SIGKILL to its agent."""
+"""Seconds for a world to end after its agent got SIGTERM, and again after it got SIGKILL."""
 
 HEADINGS = ("name", "pool", "ranks", "state", "cell", "since", "notebook", "process")
 
@@ -39,7 +39,7 @@ LONGEST_CELL = 40
 
 
 def show_worlds() -> int:
-    """Print a line for each world; return 1 if no world runs."""
+    """Print a table with a line for each of the user's worlds; return 1 if no world runs."""
     running = worlds()
     if not running:
         sys.stdout.write("none of your worlds is running on this machine\n")
@@ -71,7 +71,7 @@ def kill_world(name: str) -> int:
 
 
 def _end(agent: int, guard: int) -> bool:
-    """End an agent, at last by SIGKILL, and its processes; return True if the guard has exited."""
+    """End a world by SIGTERM to its agent, then by SIGKILL; return True if its guard has exited."""
     with ExitStack() as stack:
         try:
             guard_exit = os.pidfd_open(guard)
@@ -90,7 +90,7 @@ def _end(agent: int, guard: int) -> bool:
 
 
 def _clock(seconds: float) -> str:
-    """Return a time of today as `14:05`, and another time with its day."""
+    """Return a time as `14:05` if it is of today, else with its day."""
     at = time.localtime(seconds)
     is_today = at[:3] == time.localtime()[:3]
     return time.strftime("%H:%M" if is_today else "%d %b %H:%M", at)
@@ -104,16 +104,17 @@ NONE = (
 )
 
 MADE_UP = re.compile(r"\d{8}-\d{6}-\d+|world|")
-"""Matches the names that nbdist gives worlds without `--name`."""
+"""Matches the names that nbdist gives worlds without `--name`, which are not shown."""
 
 Before = dict[tuple[str, int], tuple[float, float]]
-"""By host and pid, when a process was last measured, and its processor seconds by then."""
+"""By host and pid of a worker: when it was last measured, and its processor seconds until then."""
 
 
 def cpu_since(before: Before, info: WorldInfo) -> dict[int, float]:
-    """Return by rank the per cent of a core used since the last measurement, and update `before`.
+    """Return, by rank, how many per cent of a core the rank has used since the last call.
 
-    The result has no entry for processes that were not measured before.
+    `before` has the figures of the last call, and gets those of this call.  The result has no entry
+    for processes that `before` did not have.
     """
     percents = {}
     for worker in info.ranks:
@@ -132,7 +133,10 @@ Picture = Sequence[tuple[WorldInfo, Mapping[int, float]]]
 
 
 def take_picture(before: Before) -> Picture:
-    """Return this user's worlds, sorted by notebook, with processor use since the last picture."""
+    """Return this user's worlds, sorted by notebook, with their use of processors.
+
+    `before` has the figures of the last picture, and gets those of this one.
+    """
     infos = [each.info for each in ask_all(DescribeRanks(), WORLD_STATUS_TIMEOUT)]
     infos.sort(key=lambda info: (info.notebook, info.pool))
     return [(info, cpu_since(before, info)) for info in infos]
@@ -163,7 +167,7 @@ def table(info: WorldInfo, cpu: Mapping[int, float]) -> list[tuple[str, ...]]:
 
 
 def printable(text: str) -> str:
-    """Return text without colours, and with spaces for characters that would control a terminal."""
+    """Return text without colours, and with a space for each character that is not printable."""
     return "".join(sign if sign.isprintable() else " " for sign in strip(text))
 
 
@@ -175,7 +179,11 @@ LEAST_WIDTH = 8
 
 
 def fitted(rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
-    """Cut texts, the widest column first, until lines fit `width` or columns have `LEAST_WIDTH`."""
+    """Return the rows of a table with texts cut so that lines have at most `width` characters.
+
+    The widest column is cut first, and no column to less than `LEAST_WIDTH`: then lines may be
+    longer.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     texts = [at for at, heading in enumerate(rows[0]) if heading not in WHOLE_WIDTH] if rows else []
     while sum(widths) + 2 * len(widths) - 2 > width:
@@ -206,14 +214,14 @@ BETWEEN_LOOKS = 0.5
 """Seconds between two questions to the same world, for example to measure processor time."""
 
 PIPE_WIDTH = 10_000
-"""Characters of a line if stdout is no terminal."""
+"""The most characters of a line if stdout is no terminal."""
 
 
 def show_status(every: float | None = None) -> int:
-    """Print all worlds; return 1 if no world runs, else 0.
+    """Print the user's worlds with their ranks; return 1 if no world runs, else 0.
 
-    With `every`, print the worlds again after so many seconds, until Ctrl-C, and return 0: a
-    terminal shows a new picture over the last picture, any other output below.
+    With `every`, print them again every so many seconds until Ctrl-C, and return 0.  In a terminal
+    a new picture replaces the last picture.
     """
     before: Before = {}
     is_terminal = sys.stdout.isatty()
@@ -237,7 +245,10 @@ def show_status(every: float | None = None) -> int:
 
 
 def _redrawn(lines: Sequence[str], height: int) -> str:
-    """Return text that draws lines over the last picture; clearing the screen would flicker."""
+    """Return text that draws lines over the last picture in a terminal.
+
+    The text does not clear the screen first, which would flicker.
+    """
     if len(lines) >= height:
         left_out = f"{len(lines) - height + 2} more lines: this window is too low for them"
         lines = [*lines[: height - 2], left_out]
@@ -251,7 +262,7 @@ MAX_STATUS_ROWS, NO_LINES = 64, "no lines"
 
 
 def status_text(info: WorldInfo, cpu: Mapping[int, float]) -> str:
-    """Return a world's title, state and table, and which ranks wait in collectives."""
+    """Return a text with a world's title, state and table, and which ranks wait in collectives."""
     headings, *lines = table(info, cpu) or [("no workers yet",)]
     more = (
         [f"({count(len(lines) - MAX_STATUS_ROWS, 'more rank')})"]
@@ -272,7 +283,7 @@ def status_text(info: WorldInfo, cpu: Mapping[int, float]) -> str:
 
 
 def _waits(places: Mapping[int, RankPosition], idle: Collection[int]) -> Iterator[str]:
-    """Yield a line on ranks that wait in collectives; if all ranks wait, also a verdict."""
+    """Yield a line on ranks that wait in collectives; if all ranks wait, also whether in vain."""
     if any(place.operation for place in places.values()):
         text = hangs.waits_text(places)
         if idle:
@@ -296,7 +307,10 @@ def stacks_text(stacks: Iterable[Stack]) -> str:
 
 
 def last_lines(logs: Sequence[LogTail], pattern: re.Pattern[str] | None, limit: int) -> str:
-    """Return at most `limit` last lines of each log that match `pattern`; equal logs once."""
+    """Return the last lines of logs as a text, at most `limit` lines of each log; equal logs once.
+
+    With a pattern only lines that match are returned.
+    """
     if logs and not any(each.file for each in logs):
         return "these workers have no log files (NBDIST_LOG_DIR is empty)"
     tails = (each._replace(lines=tuple(log_lines(each, pattern)[-limit:])) for each in logs)
@@ -304,7 +318,7 @@ def last_lines(logs: Sequence[LogTail], pattern: re.Pattern[str] | None, limit: 
 
 
 def success_text(task: TaskSummary) -> str:
-    """Return a line that says that this task did not fail, to be followed by the last failure."""
+    """Return a line that says that this task did not fail; the last failure should follow it."""
     return f"{_task_text(task)} did not fail; the last failure was before it:"
 
 
@@ -314,11 +328,11 @@ def _task_text(task: TaskSummary) -> str:
 
 
 def failure_text(task: TaskSummary) -> str:
-    """Return a text: which rank of a task failed first, when and why, and the later failures."""
+    """Return a text on a task's failures: which rank failed first, when and why, and the others."""
     errors = {each.rank: each.error for each in task.troubles}
     released = {stack.rank: stack.place for stack in task.aborted if stack.rank in errors}
     places = {**{stack.rank: stack.place for stack in task.places}, **released}
-    # All other errors followed from another rank's failure, or their ranks were released.
+    # Leave out errors that followed from another rank's failure, and errors of released ranks.
     causes = [r for r, e in errors.items()
            if not (is_consequence(e) or (r in released and isinstance(e, Failure)))]  # fmt: skip
     first = min(causes or errors, key=lambda rank: errors[rank].time_ns)

@@ -1,1 +1,1 @@
-"""Pickles Python values for other processes, and explains why a value cannot be pickled."""
+"""Pickles values for other processes, and finds and applies changes of objects that they share."""
