@@ -135,7 +135,7 @@ def state_folder() -> str:
 
 
 def claim(folder: Path) -> int:
-    """Make a lock file in a folder, write the folder's name into the file, and lock the file.
+    """Make a lock file in a folder, lock the file, and write the folder's name into it.
 
     Returns a descriptor; the folder stays locked until the descriptor is closed.  Raises OSError.
     """

@@ -108,7 +108,7 @@ PF_EXITING = 0x4
 
 
 def thread_state(pid: int, tid: int | str = "") -> str:
-    """Return the state of a thread, or without `tid` of the main thread: a letter as in proc(5).
+    """Return the state of a thread, by default of the main thread, as a letter (see proc(5)).
 
     `R` is running or ready to run, `S` sleeping, `T` stopped, and `X` has exited.
     """
@@ -176,8 +176,8 @@ def ignores_signal(pid: int, number: int) -> bool:
 class Schedule(NamedTuple):
     """How long a thread has run and has waited for a processor since it was started."""
 
-    ran: float = 0.0  # seconds
-    waited: float = 0.0  # seconds in which the thread was ready to run and did not
+    ran: float = 0.0  # seconds in which the thread has run
+    waited: float = 0.0  # seconds in which the thread was ready to run and did not run
     wakes: int = 0  # how often the thread has begun to run
 
 
@@ -497,7 +497,8 @@ def last_lines_of(log: BinaryIO) -> list[str]:
 class Child:
     """A command that runs on this machine, in a session of its own, with a log file.
 
-    `host` is the machine on which the command does its work, for messages.
+    `host` is the machine that messages name: the machine on which the command does its work, as
+    `ssh` does on another machine.
     """
 
     def __init__(

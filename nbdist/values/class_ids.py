@@ -98,5 +98,5 @@ def _outline(kind: type) -> Any:
 
 
 _ATOMS = {str, bytes, int, float, complex, bool, type(None), type(...)}
-_LARGEST_OUTLINE = 10_000  # values of a class, and characters of a text
+_LARGEST_OUTLINE = 10_000  # the most values of a class that are read, and characters of each text
 _DEEPEST_OUTLINE = 20

@@ -406,7 +406,7 @@ def make_class(maker: Callable[..., type], args: tuple[Any, ...], qualname: str)
     try:
         with _without_hooks(args, _received):
             made = maker(*args)
-    except Exception:  # noqa: BLE001 (a class of this process can want keywords, which are not known)
+    except Exception:  # noqa: BLE001 (a hook here may need arguments that were not sent)
         with _without_hooks(args):
             made = maker(*args)
     made.__qualname__ = qualname

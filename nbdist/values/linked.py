@@ -157,7 +157,10 @@ class _Memory(TensorReducer):
         return piece
 
     def reduce_array(self, value: Any) -> Reduced:
-        """Reduce a numpy array to a view of a memory block; NotImplemented leaves it to numpy."""
+        """Reduce a numpy array to a view of its memory block.
+
+        Return NotImplemented if the array has no memory block: then numpy pickles the array.
+        """
         if value.dtype.hasobject or not value.size:
             return NotImplemented
         start, end = span_of_array(value)
@@ -264,8 +267,8 @@ class _LinkedPickler(Pickler):
         self._known_ids = known.keys
 
     def reducer_override(self, value: Any) -> Reduced:
-        """Reduce an object that is no plain built-in.  Called by pickle."""
-        if type(value) is OrderedDict:  # saves time: a torch module has a dozen
+        """Reduce an object that is no plain built-in; pickle calls this for each such object."""
+        if type(value) is OrderedDict:  # saves time, because each torch module has several
             return NotImplemented
         if is_plain_array(value):
             entry = self.memory.links.by_id.get(id(value))

@@ -139,7 +139,7 @@ LinkEntry = _WeakEntry | _StrongEntry
 class Links:
     """The objects of this process by key, and their keys by object.
 
-    Each table begins at a random number, so that keys of two tables hardly ever collide.
+    New keys are counted from a random number, so that two processes hardly ever make the same key.
     """
 
     def __init__(self) -> None:
@@ -164,7 +164,10 @@ class Links:
         return None if entry is None else entry.key
 
     def add(self, value: Any, tool: str, key: int | None = None) -> LinkEntry:
-        """Give an object `key`, or without `key` its old or a new key; return its entry."""
+        """Register an object under `key`, and return its entry.
+
+        Without `key`, an object that has a key keeps it, and another object gets a new key.
+        """
         number = id(value)
         existing = self.by_id.get(number)
         if existing is not None:
@@ -251,8 +254,8 @@ class Links:
             del self.by_key[entry.key]
         if self.by_id.get(entry.number) is entry:
             del self.by_id[entry.number]
-        # No name of this module is used here (as `isinstance(entry, _StrongEntry)` would be):
-        # Python also calls this while the interpreter ends, when global names may be gone.
+        # Use no global name here, such as `_StrongEntry` in an `isinstance`: Python may call this
+        # while the interpreter ends, when global names are gone.
         if entry.number in self._strong and self._strong[entry.number] is entry:
             del self._strong[entry.number]
 

@@ -110,7 +110,7 @@ class FileSpan(NamedTuple):
     inode: int
     start: int
     size: int
-    at: int  # the array's first element, in bytes from `start`
+    at: int  # the place of the array's first element, in bytes from `start`
 
     def exists(self) -> bool:
         """Return True if this machine has the same file at the path, with the part in it.

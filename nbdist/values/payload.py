@@ -114,7 +114,10 @@ class Segment(_Open):
 
 
 class Blank(_Open):
-    """A segment of `total` bytes for frames of these sizes, in which `filled` bytes are written."""
+    """A new segment for frames of these sizes, which the caller fills by `writing`.
+
+    `total` is its size in bytes, and `filled` is how many bytes from the beginning are written.
+    """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._fd = -1
@@ -131,7 +134,8 @@ class Blank(_Open):
         # and clears the page for every 4 KiB (1 GiB: 0.33 s, and 3.0 s; a memcpy takes 0.44 s).
         done = 0
         while done < view.nbytes:
-            # In pieces: no signal ends a write to memory, so Stop would wait for the whole write.
+            # Write in pieces: a signal does not end a write to memory, so Stop would have to wait
+            # for the end of a single big write.
             done += os.pwrite(self._fd, view[done : done + COPY_PIECE], offset + done)
             self.filled = offset + done
             yield done
@@ -177,7 +181,7 @@ def open_file(ref: SegmentRef) -> int:
 
 
 def is_open(ref: SegmentRef) -> bool:
-    """Return True as long as the owner has the segment open."""
+    """Return True if the segment's owner still has the segment open."""
     path, _, inode = ref.path.partition("#")
     with suppress(OSError):
         return str(os.stat(path).st_ino) == inode

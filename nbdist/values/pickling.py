@@ -237,7 +237,7 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
             return functools.singledispatch, (default,), state, None, None, fill
         reduced: Reduced = super().reducer_override(function)
         if reduced is NotImplemented:
-            return reduced  # by its name
+            return reduced  # pickle sends the function by its name
         module = sys.modules.get(namespace.get("__name__", ""))
         if module is not None and module.__dict__ is namespace:
             # The function is a closure that a library has made, for example by a decorator.  In the

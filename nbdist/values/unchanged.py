@@ -105,7 +105,7 @@ def _is_fixed(part: Any) -> bool:
     return kind in ATOMIC
 
 
-@functools.lru_cache(1024)  # the modules of a class have the same positions
+@functools.lru_cache(1024)  # instances of a class mostly have the same positions
 def _picker(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """Return a function that picks the parts at these positions from a list of parts."""
     if not positions:

@@ -103,7 +103,7 @@ _KINDS: tuple[_Kind, ...] = (
 
 
 def fails_in(namespace: dict[str, Any]) -> Callable[[Any], bool]:
-    """Return a function that tells whether pickling a value from this namespace fails."""
+    """Return a function that returns True if a value of this namespace cannot be pickled."""
 
     def fails(value: Any) -> bool:
         try:

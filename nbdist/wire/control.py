@@ -137,11 +137,14 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Ask which names that nbdist needs are missing in torch or IPython; answered by sentences."""
+    """Ask which names that nbdist needs are missing in torch or IPython.
+
+    Answered by a tuple with a sentence for each missing name.
+    """
 
 
 class ReleaseTaskValues(NamedTuple):
-    """Free the values that this task returned, because nobody will read the values any more."""
+    """Free the values that this task returned: they were read, or nobody will read them."""
 
     task_id: str
 
@@ -248,9 +251,10 @@ class Traced:
 class StepCount:
     """How many optimizer steps a task has begun on a rank.
 
-    In the answer of a running task to `HoldSteps`, `since` is the number of seconds since the last
-    step began, and `interval` that between the last two beginnings.  `has_stopped` is True if
-    `StopAtStep` has interrupted the task, `has_succeeded` if the task has ended without an error.
+    If this answers `HoldSteps` for a running task, `since` is the number of seconds since the last
+    step began, and `interval` the number of seconds between the beginnings of the last two steps.
+    `has_stopped` is True if `StopAtStep` has interrupted the task, and `has_succeeded` is True if
+    the task has ended without an error.
     """
 
     begun: int = 0

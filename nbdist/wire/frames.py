@@ -136,7 +136,7 @@ def from_plain(value: Any, kind: Any) -> Any:
     callers call `fits` on the result.
     """
     origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):  # take the first kind that raises no TypeError
+    if origin in (Union, types.UnionType):  # try the types in turn, until one raises no TypeError
         for each in inner:
             with suppress(TypeError):
                 return from_plain(value, each)

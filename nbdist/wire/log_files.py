@@ -18,7 +18,10 @@ MOVED_NOTE, ATTEMPT_PREFIX = "[nbdist: what stood before this line was moved to 
 the beginning of the name of a folder with the files of one start of the workers."""
 
 BLOCK, PAGE, LONGEST = 1 << 16, 1 << 20, 1 << 14
-"""Bytes of a read; of lines after which a `LogTail` ends; of a line that a read cuts off."""
+"""Numbers of bytes.
+
+A log is read in blocks of BLOCK bytes.  A `LogTail` ends after PAGE bytes of lines.  Of the part of
+a line in a block, at most LONGEST bytes are kept until the block before it is read."""
 
 
 class GetLogs(NamedTuple):

@@ -460,7 +460,7 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class UsageReport:
-    """Agent to notebook: memory and GPU of busy ranks, sent every few seconds while a task runs."""
+    """Agent to notebook: how much memory and GPU busy ranks use, sent every few seconds."""
 
     usage: Mapping[int, Usage]
 

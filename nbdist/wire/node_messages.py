@@ -67,9 +67,9 @@ class NodeFacts(NamedTuple):
     """A machine that has joined a world, as its agent describes it."""
 
     name: str
-    number: int  # by which nodes are ordered; -1 if the launcher gave the agent none
-    address: str  # by which the agent reached the head, and other machines reach this machine
-    port: int  # reserved by the agent: nothing listens on it
+    number: int  # the node's number, by which nodes are ordered; -1 if the launcher gave none
+    address: str  # from which the agent reached the head; other machines connect to it
+    port: int  # a port that the agent has reserved, and on which nothing listens
     cores: int
     gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them
     python: str
@@ -174,9 +174,10 @@ class HoldRanks(PartRequest[Mapping[int, StepCount | None]]):
 
 @dataclass(frozen=True, slots=True)
 class StartPart(PartRequest[WorldStarted | StartFailure]):
-    """Start the workers of `ranks`.
+    """Start the workers of `ranks` on the machine.
 
-    If a worker cannot start, or a `CallOff` comes in time, the machine ends all these workers.
+    If a worker cannot start, or if a `CallOff` comes in time, the agent ends all workers that it
+    has started for this request.
     """
 
     spec: WorldSpec

@@ -83,7 +83,7 @@ class Memory(NamedTuple):
     gpu: GpuMemory | None
     held: tuple[NameMemory, ...]  # the largest tensors and arrays in variables
     tensors: int  # bytes of all tensors and arrays in variables, in `held` or not
-    # The largest tensors and arrays that no variable, but the last traceback or `Out` holds.
+    # The largest tensors and arrays that only the last traceback or `Out` holds, and no variable.
     kept: tuple[NameMemory, ...]
     kept_size: int  # bytes of all such tensors and arrays, in `kept` or not
     is_whole: bool = True  # False if the search ended before everything was searched
@@ -107,7 +107,8 @@ class RankTimes(NamedTuple):
 
     began_ns: int  # 0 if no cell has run
     ended_ns: int
-    # Waits in Python code.  Waits in C++ code, as in a DDP module's backward, show in `met` alone.
+    # The begin and end of each wait in Python code.  Waits in C++ code, as in the backward of a DDP
+    # module, are not here; only their collectives are in `met`.
     waits: tuple[tuple[int, int], ...]
     waited_ns: int  # the sum of all waits in Python code, also of waits that `waits` lacks
     met: tuple[Met, ...]
@@ -265,10 +266,12 @@ class Watched(NamedTuple):
     found: int  # the first compared step after which ranks differ, 0 for none
     parts: Mapping[str, Mapping[str, ValueDigest]]
     sharded: int = 0  # how many parts were left out because they are sharded
-    facts: tuple[Facts, ...] = ()  # of the last comparisons until `found`
-    inputs: tuple[Input, ...] = ()  # of the last forwards until `found`
+    facts: tuple[Facts, ...] = ()  # the facts of the last compared steps until `found`
+    inputs: tuple[Input, ...] = ()  # the inputs of the last forwards until `found`
     refused: Mapping[str, str] = NO_VALUES  # by expression: the reason for not watching its value
-    names: Mapping[str, str] = NO_VALUES  # of parameters, by the beginning of an optimizer's path
+    # The names of parameters, by the beginning of the path of their state in a watched optimizer,
+    # such as "optimizer state[3]".
+    names: Mapping[str, str] = NO_VALUES
     problem: str = ""  # the reason for an early end of the watch
 
 

@@ -21,7 +21,10 @@ PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/|^.*/lib/python3\.\d+/(?=[^/]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective, with its `number` in its group; `began_ns` is in nanoseconds since 1970."""
+    """A collective that a rank has begun, with its `number` in its group.
+
+    `began_ns` is in nanoseconds since 1970.
+    """
 
     name: str
     number: int
@@ -57,8 +60,8 @@ class RankPosition:
     does not answer.
     """
 
-    line: int = 0  # of the cell or called function, or of the script's `file`; 0 if unknown
-    operation: str = ""  # the rank's wait for other ranks, mostly a collective; "" without a wait
+    line: int = 0  # the line in the cell, in a called function or in the script; 0 if unknown
+    operation: str = ""  # the collective or other call in which it waits for other ranks, or ""
     counts: Mapping[str, int] = field(default_factory=dict)  # by group: how many collectives began
     moved: int = 0  # bytes that gloo's connections have carried
     in_flight: int = 0  # packets of gloo that the other end has not acknowledged
@@ -72,14 +75,14 @@ class RankPosition:
     is_stopped: bool = False  # the process is stopped, as by SIGSTOP
     file: str = ""  # the name of the script, "" for a cell
     code: str = ""  # the text of `line` in the script
-    begun: tuple[Begun, ...] = ()  # the last collectives, of a waiting or idle rank only
+    begun: tuple[Begun, ...] = ()  # the last collectives, if the rank waits or is idle
     # True if another thread or a GPU, and not only another rank, may end the rank's wait.
     has_help: bool = False
     is_cleaning_up: bool = False  # an `except` or `finally` runs because of Stop
     has_taken_sigint: bool = False  # the task has got a SIGINT, or has a handler of its own for it
     # How many KeyboardInterrupts Python has dropped, because a finalizer or callback raised them.
     dropped_interrupts: int = 0
-    asks: bool = False  # the rank waits for input
+    asks: bool = False  # the rank waits for a line that the user types
 
     @property
     def is_in_code(self) -> bool:

@@ -78,7 +78,7 @@ class WorldInfo:
     part: it sets `name` only in the answer to `DescribeRanks`, and never sets `workers`.
     """
 
-    version: str  # of nbdist
+    version: str  # the version of nbdist
     host: str
     pool: str = ""
     name: str = ""
@@ -90,7 +90,7 @@ class WorldInfo:
     since: float = 0.0  # seconds since 1970: when the notebook attached, or the last one detached
     detach: bool = False  # whether the world outlives its notebook
     guard: int = 0  # the id of the process that exits after all others of the world
-    versions: Versions = field(default_factory=dict)  # of the agent's interpreter
+    versions: Versions = field(default_factory=dict)  # of Python and packages in the agent
     notebook_name: str = ""  # the notebook's name for Jupyter's server, "" if unknown
     backend: str = ""
     at: float = 0.0  # the monotonic time of the answer, to compare the `cpu_seconds` of two answers

@@ -99,7 +99,7 @@ class WorldSpec:
     sys_path: tuple[str, ...]  # the notebook's `sys.path`
     threads: int  # how many CPU threads a rank may use for an operation; 0: each agent chooses
     python: str  # the path of the interpreter; "" until the agent of another machine sets its own
-    gpus: tuple[str, ...] = ()  # of a single machine, named as in CUDA_VISIBLE_DEVICES
+    gpus: tuple[str, ...] = ()  # the machine's GPUs to use, named as in CUDA_VISIBLE_DEVICES
     log_limit: int = 0  # the most bytes of a rank's log file of each stream, 0 for no limit
     slots: Slots = ()  # by rank; () if all ranks are on one node, and equal to their local ranks
     room: tuple[int, ...] = ()  # how many ranks each simulated node takes; () if none is simulated
@@ -182,7 +182,7 @@ class WorkerStart:
     rank: int
     world: WorldSpec
     connection_file: str
-    token: str  # a secret text in the marks that the worker writes to its stdout for the agent
+    token: str  # a random text in the marks that the worker writes to its stdout for the agent
     store_path: str  # the file of torch's FileStore, unless there is a `store_socket`
     cancel_path: str  # the beginning of the path of each `cancel_file`
     generation: int  # counts how often the world's group is formed, from 1 on
@@ -190,9 +190,9 @@ class WorkerStart:
     # None in a new world.  A rank that was restarted or added joins the world's own group and
     # the groups in this mapping, which has the ranks of each group by the group's name.
     joins: Mapping[str, tuple[int, ...]] | None = None
-    gpus: tuple[str, ...] = ()  # that the rank sees
+    gpus: tuple[str, ...] = ()  # the GPUs that the rank sees, named as in CUDA_VISIBLE_DEVICES
     sized_in: int = 1  # the generation in which the world's group got its present size
-    store_socket: str = ""  # the agent's socket to the store of all machines, "" on one machine
+    store_socket: str = ""  # the agent's socket for the head's store; "" on a single machine
 
     @property
     def local_rank(self) -> int:
@@ -256,7 +256,7 @@ LINK_TIMEOUT = 10.0
 """Seconds of silence on a link after which the machine counts as lost, by default.
 
 TCP sends lost packets again after 0.2, 0.6, 1.4, 3.0 and 6.2 s: if a cable is out for 1.5 s, the
-link may be silent for 3 s.
+link may be silent for 3 s.  The timeout must be longer, so that this machine is not lost.
 """
 
 AGENTS_WAIT = 4
@@ -321,7 +321,7 @@ DEBUG_VARIABLES: Mapping[str, str] = {
     "TORCH_SHOW_CPP_STACKTRACES": "1",
     "PYTHONFAULTHANDLER": "1",
 }
-"""The variables that `--debug` sets: those of torchx's option, except for NCCL_DESYNC_DEBUG.
+"""The variables that `--debug` sets: the same as torchx's `--debug`, without NCCL_DESYNC_DEBUG.
 
 With NCCL_DESYNC_DEBUG torch ends a worker whose collective waits too long.  PYTHONFAULTHANDLER is
 for processes that a worker starts; the worker enables faulthandler itself.

@@ -1,7 +1,7 @@
 """The layout of a worker's memory: the addresses and offsets of its main thread's calls.
 
-Each worker writes its layout into a file.  From the layout and the memory of a rank whose threads
-cannot run, `nbdist.agent.stacks` reads the rank's stack.
+Each worker writes its layout into a file.  If a worker cannot answer, because C code holds the GIL
+or because the process is stopped, `nbdist.agent.stacks` reads the stack in the worker's memory.
 """
 
 from __future__ import annotations
@@ -9,18 +9,23 @@ from __future__ import annotations
 from typing import NamedTuple
 
 MAX_OFFSET = 4096
-"""Offsets from this number on are refused, because a cell can have written into the file."""
+"""The first offset that is refused: a cell can have changed the file with the layout."""
 
 
 class CallLayout(NamedTuple):
     """The addresses and offsets with which an agent reads the calls of a worker's main thread.
 
-    `thread` is the address of the thread's state, `code_type` and `text_type` are the addresses of
-    two types; all other fields are offsets in bytes.  If `holder` is 0, the state has at `call` a
-    pointer to the innermost call.  If not, an object to which the state points at `holder` has this
-    pointer.  A call has its `code`, the `previous` call and its current `instruction`; `owner` says
-    whether the call runs Python code.  The `instructions` are at the end of a code object.  Letters
-    of a text begin at `ascii` if all letters are ASCII, and at `other` if not.
+    `thread` is the address of the thread's state in CPython.  `code_type` and `text_type` are the
+    addresses of the types of code objects and texts, by which the agent recognizes such objects.
+    All other fields are offsets in bytes, in structs of CPython:
+
+    - In the thread's state, `call` leads to the pointer to the innermost call.  But if `holder` is
+      not 0, the state points at `holder` to another struct, and `call` is an offset in that struct.
+    - In a call, `code` and `previous` lead to the pointers to its code object and to the call that
+      made it, `instruction` to its current instruction, and `owner` tells whether it runs Python.
+    - In a code object, `file`, `name`, `first_line` and `lines` lead to the file's name, the
+      function's name, the first line and the table of lines; bytecode begins at `instructions`.
+    - In a text, letters begin at `ascii` if all are ASCII, and at `other` if not.
     """
 
     thread: int

@@ -38,13 +38,13 @@ class WorkerStatus:
     pid: int
     host: str
     state: RankState
-    busy_seconds: float  # since its task began, 0.0 if idle
+    busy_seconds: float  # the seconds since the worker's task began; 0.0 if the worker is idle
     memory: int  # bytes, as PSS: a page that n processes share counts as 1/n
     device: str
-    place: RankPosition | None = None  # of a busy, stuck or stopped rank
-    code: str = ""  # the source of the place's line
+    place: RankPosition | None = None  # None unless the rank is busy, stopped or stuck in C code
+    code: str = ""  # the source of the line that `place` names
     collective: Collective | None = None  # the last collective, None if none is known
     gpu: Gpu | None = None
-    cpu_seconds: float = 0.0  # of all threads since the process started
+    cpu_seconds: float = 0.0  # processor time of all threads since the process started
     cell: int | None = None  # the execution count of a busy rank's cell
     last_line: str = ""  # the beginning of the last line of output that is not blank

@@ -104,9 +104,10 @@ class Task:
     # By rank: the notebook's variables to bind before the work, and changes of objects that the
     # rank has already (`nbdist.values.linked`).
     names: Mapping[int, Payload] = field(default_factory=dict)
-    # A pickled mapping of variables to bind on all ranks, which stay unlinked to the notebook.
+    # A pickled mapping of variables to bind on all ranks; their values get no keys, so later
+    # changes in the notebook do not reach the ranks.
     plain: Payload | None = None
-    fetch: tuple[str, ...] = ()  # expressions, whose values become `Done.values`
+    fetch: tuple[str, ...] = ()  # expressions, whose values ranks return in `Done.values`
     attempt: Attempt = Attempt()
     # From this level on the ranks' `logging` sends records to the notebook; None for no records.
     log_level: int | None = None
@@ -154,7 +155,10 @@ class Task:
         return refs_in((self.names, self.plain, given))
 
     def moved(self, places: Places) -> Task:
-        """Return the task with its segments at `places`, for the workers of another machine."""
+        """Return the task with its segments replaced by the copies that `places` has.
+
+        So workers on another machine can open the segments.
+        """
         work = self.work
         if isinstance(work, OpCall):
             work = work._replace(arguments=relocate(work.arguments, places))
@@ -184,7 +188,11 @@ class InputReply(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SigintSent:
-    """Agent to worker: SIGINT was sent before this message, and is not meant for later tasks."""
+    """Agent to worker: the agent has sent the worker a SIGINT before this message.
+
+    The SIGINT is for a task that the worker has been sent.  If the worker has no such task any
+    more, it drops the SIGINT, so that the SIGINT does not interrupt a later task.
+    """
 
 
 def failure_in_words(name: str, message: str) -> Failure:
@@ -209,13 +217,16 @@ class Finished(NamedTuple):
 
 
 class CatchUp(NamedTuple):
-    """Worker to agent: send an `InputReply` once all output before this message's mark was read."""
+    """Worker to agent: send an `InputReply` once you have read all output before the mark `number`.
+
+    The worker waits for the reply, so that none of its output is still in a pipe.
+    """
 
     number: int
 
 
 TaskMessage = Finished | InputRequest | ItemsWanted | CatchUp
-"""A message of a worker about its task; `number` is the one in its mark."""
+"""A message of a worker about its task; `number` is the number in the message's mark."""
 
 
 def said_from(frame: bytes) -> TaskMessage:
@@ -242,7 +253,7 @@ that the group is formed too.  `stdout` and `stderr` name the stream of the text
 
 
 def mark(token: str, value: Mark) -> bytes:
-    """Return the mark as bytes for stdout."""
+    """Return a mark with this token and value, as the bytes that a worker writes to stdout."""
     return f"\x1b_{token};{value}\x1b\\".encode()
 
 
