@@ -350,6 +350,7 @@ def places() -> list[Path]:
 
 def _make_folder_in(parent: Path) -> Path:
     """Make a runtime folder in the folder `parent`, and test whether the folder can have sockets.
+
     Raises OSError, for example if the path is too long for a socket, if the disk is full, or if
     the file system has no sockets.
     """

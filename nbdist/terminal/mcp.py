@@ -405,7 +405,7 @@ MAX_ANSWER_LENGTH, MAX_ANSWER_LINE_LENGTH = 16_000, 400
 
 
 def bounded(text: str, *, keep_end: bool = False) -> str:
-    """Return text with long lines cut, and with lines left out beyond `MAX_ANSWER_LENGTH`.
+    """Return printable text with long lines cut, and without lines beyond `MAX_ANSWER_LENGTH`.
 
     A line says how many lines are left out. With `keep_end` the last lines are kept, else the
     first.

@@ -234,7 +234,11 @@ def has_getstate(kind: type) -> bool:
 
 
 def is_made_of_attributes(kind: Any) -> bool:
-    """Return True if a class and its bases are written in Python and define no way of pickling."""
+    """Return True if a class and its bases are written in Python, without methods for pickling.
+
+    `__getstate__` and `__setstate__` are allowed; `__reduce__`, `__getnewargs__` and their variants
+    are not.
+    """
     return (
         all(base.__flags__ & HEAP_TYPE for base in kind.__mro__[:-1])
         and kind.__reduce_ex__ is object.__reduce_ex__

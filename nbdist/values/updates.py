@@ -412,7 +412,9 @@ def _apply_opaque(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
 def set_state(value: Any, state: Any, setter: Callable[..., Any] | None = None) -> None:
     """Give an object a state as pickle does, but clear its `__dict__` first.
 
-    Attributes that the state lacks are gone then; pickle sets states only on new objects.
+    Attributes that the state lacks are gone then.  Pickle clears nothing, since it sets the state
+    of new objects only.  If there is a `setter`, or if the object's class has a `__setstate__`,
+    that function sets the state, and nothing is cleared here either.
     """
     if setter is not None:
         setter(value, state)

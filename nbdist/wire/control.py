@@ -206,8 +206,8 @@ class Regroup(NamedTuple):
 class Resize(NamedTuple):
     """Form a group of another size for the world, in which the worker becomes this `rank`.
 
-    The worker first waits until the new workers (`newcomers`, by rank) are ready.  After forming
-    the group it adopts the environment variables in `environ`.
+    The worker first waits until the new workers, with the ranks `newcomers`, have come to the
+    store.  After forming the group it adopts the environment variables in `environ`.
     """
 
     generation: int

@@ -262,8 +262,8 @@ R = TypeVar("R")
 class AgentRequest(NamedTuple, Generic[R]):
     """A request that is answered by an `AgentReply` with the same id.
 
-    A notebook sends requests to its agent or head, a head to its agents, and an agent of several
-    machines to the store in the head.
+    A notebook sends requests to its agent or head, a head to its agents, and the agents of several
+    machines to the head's store.
     """
 
     id: int
@@ -274,8 +274,8 @@ class Rules(NamedTuple):
     """How the agent or head supervises a task: facts about the world, and options of the user.
 
     `size` is the number of ranks of the world; `backend` is "none" without a process group.  If
-    `heals` is True, ranks that die are replaced after the task.  If not, all other ranks of the
-    task are ended after a death.  All further fields are as in `Patience`.
+    `heals` is True, ranks that die are replaced after the task.  If not, a death makes the agent
+    end all ranks that have not finished the task.  All further fields are as in `Patience`.
     """
 
     size: int

@@ -101,7 +101,7 @@ class WorldSpec:
     python: str  # the path of the interpreter; "" until the agent of another machine sets its own
     gpus: tuple[str, ...] = ()  # the machine's GPUs to use, named as in CUDA_VISIBLE_DEVICES
     log_limit: int = 0  # the most bytes of a rank's log file of each stream, 0 for no limit
-    slots: Slots = ()  # by rank; () if all ranks are on one node, and equal to their local ranks
+    slots: Slots = ()  # the node and local rank of each rank; () if all ranks are on one node
     room: tuple[int, ...] = ()  # how many ranks each simulated node takes; () if none is simulated
     # The node that this spec is for; None if the spec is for all nodes, as on a single machine.
     node: int | None = None
