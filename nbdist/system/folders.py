@@ -197,8 +197,8 @@ def _lock(file: int, lock: int) -> int:
     try:
         fcntl.flock(file, lock | fcntl.LOCK_NB)
     except OSError as error:
-        # On a file system without locks go on without a shared lock: there `remove` removes no
-        # folder, as it cannot get its lock either.
+        # On a file system without locks go on without a shared lock: `remove` cannot get a lock
+        # there either, and so removes no folder.
         if lock == fcntl.LOCK_EX or isinstance(error, BlockingIOError):
             os.close(file)
             raise

@@ -404,7 +404,7 @@ def kill_descendants() -> None:
 
 
 def poll_until(condition: Callable[[], bool], timeout: float = EXIT_TIMEOUT) -> None:
-    """Call `condition` repeatedly until it returns True, at most for `timeout` seconds."""
+    """Call `condition` repeatedly until the result is True, for at most `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition() and time.monotonic() < deadline:
         time.sleep(EXIT_POLL_INTERVAL)
@@ -600,7 +600,8 @@ def main() -> None:
     """
     signal_on_parent_exit(signal.SIGKILL, os.getppid())
     # Stop sends SIGINT to the worker's process group, in which the wrapper is too.  SIGINT would
-    # end the wrapper, so it is ignored; the worker's kernel has its own handler during a cell.
+    # end the wrapper, so the wrapper ignores SIGINT; the worker's kernel has a handler of its own
+    # during a cell.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.execv(sys.argv[1], sys.argv[1:])
 

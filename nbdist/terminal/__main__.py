@@ -47,7 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"nbdist: {error}\n")
         return 2
     except BrokenPipeError:  # the reader has closed the pipe, as in `nbdist status -f | head`
-        # Python flushes stdout when it exits: to /dev/null now, since the pipe would raise again.
+        # Python flushes stdout at exit, and the pipe would raise again: write to /dev/null instead.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code

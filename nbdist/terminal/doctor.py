@@ -77,7 +77,7 @@ FindingStream = Iterator[Finding]
 
 
 def doctor(workers: str) -> int:
-    """Print what works here and what does not, for as many workers as `-n` would give.
+    """Check this machine for as many workers as `-n` would give, and print the findings.
 
     Return 1 if a finding is a problem, else 0.
     """

@@ -147,8 +147,8 @@ def require_importable(module: types.ModuleType) -> str:
     name = module.__name__
     if sys.modules.get(name) is not module:
         raise pickle.PicklingError(f"module {name!r} cannot be imported by its name")
-    # A module without a spec was made by code and has no file.  A submodule is accepted: importing
-    # its package may make it in the receiver, too.
+    # A module without a spec was made by code and has no file.  A submodule is accepted, because
+    # the receiver may get the submodule by importing the package.
     if module.__spec__ is None and name != "__main__" and "." not in name:
         raise pickle.PicklingError(f"module {name!r} does not come from a file")
     return name
@@ -174,8 +174,8 @@ def global_names(code: types.CodeType) -> frozenset[str]:
                 stored.add(name)
             case "DELETE_NAME":
                 stored.discard(name)
-            # The body of a class looks among its own names first: the name is global only if the
-            # body has not stored it.
+            # The body of a class looks among its own names first, so only a name that the body has
+            # not stored is global.
             case "LOAD_NAME" if name not in stored:
                 used.add(name)
     inner = (global_names(each) for each in code.co_consts if isinstance(each, types.CodeType))

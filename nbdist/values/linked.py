@@ -253,7 +253,7 @@ class _BlockPiece:
 
 
 class _LinkedPickler(Pickler):
-    """Pickles values; tensors and arrays become views of memory blocks.
+    """Pickles values, with tensors and arrays as views of memory blocks.
 
     Objects that the receiver has are pickled, too; `_ReferringPickler` pickles only their keys.
     """

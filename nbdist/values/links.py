@@ -71,7 +71,7 @@ class _Owners:
         return next((owner for ref in self._refs if (owner := ref()) is not None), None)
 
     def add(self, ref: Callable[[], Any]) -> None:
-        """Add a reference, unless it is in the list, and drop references to objects that ended."""
+        """Add a reference if the list lacks it, and drop references to objects that have ended."""
         if all(ref is not each for each in self._refs):
             self._refs = [*(each for each in self._refs if each() is not None), ref]
 

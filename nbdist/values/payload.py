@@ -28,8 +28,8 @@ V = TypeVar("V")
 
 # --- segments --------------------------------------------------------------------------------
 
-# Each frame begins at a multiple of this number of bytes: vector instructions and torch's allocator
-# prefer it, and it is the size of a cache line.
+# Each frame begins at a multiple of this number of bytes: that of a cache line, which torch's
+# allocator and vector instructions prefer.
 ALIGNMENT = 64
 
 COPY_PIECE = 32 << 20

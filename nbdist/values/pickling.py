@@ -123,9 +123,9 @@ class _FirstFrame(io.BytesIO):
         self._checked_size = 0
 
     def write(self, data: Any) -> int:
-        """Append bytes; raises NotEnoughMemory.
+        """Append bytes to the file, in a sketch the digest of LONG_TEXT bytes or more.
 
-        In a sketch, bytes of LONG_TEXT or more are replaced by their digest.
+        Raises NotEnoughMemory.
         """
         size = memoryview(data).nbytes
         if self._sketch and size >= LONG_TEXT:

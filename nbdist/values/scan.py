@@ -335,8 +335,8 @@ class Scan:
         if type(value) in (dict, OrderedDict) and not value:
             return _EMPTY
         token = self.token
-        # Copy the items, because another thread may change the dict meanwhile.  Call methods of
-        # Python's class, because those of the user's class may return other items.
+        # Copy the items, because another thread may change the dict meanwhile.  A method of the
+        # user's class may return other items, so call the method of Python's class.
         items = OrderedDict.items if isinstance(value, OrderedDict) else dict.items
         pairs = [*items(value)]
         is_plain = type(value) in (dict, OrderedDict)

@@ -247,10 +247,10 @@ def reduce_constant(value: Any) -> Reduced:
 
 
 def rebuild_storage(contents: Any, device: str = "cpu") -> torch.UntypedStorage:
-    """Return a storage with these contents.
+    """Return a storage on `device` with the bytes of `contents`.
 
-    The storage uses the memory of `contents`, unless the memory is read-only or the storage is on
-    another device: then the contents are copied.
+    The storage uses the memory of `contents`, unless the memory is read-only or the storage is not
+    on the CPU: then the contents are copied.
     """
     import torch
 

@@ -101,7 +101,7 @@ def items_of(value: Any) -> list[tuple[Any, Any]]:
 
 
 def iter_of(value: Any) -> Iterable[Any]:
-    """Iterate over what a list, set or deque holds, without calling methods of a subclass."""
+    """Iterate over the items of a list, set or deque, without calling methods of a subclass."""
     kind: Any = next(each for each in (list, set, deque) if isinstance(value, each))
     return kind.__iter__(value)  # type: ignore[no-any-return]
 

@@ -135,7 +135,7 @@ class Kill(NamedTuple):
 
 
 class SpareRanks(NamedTuple):
-    """Kill none of these ranks for ignoring Stop until Stop is pressed again.
+    """Spare ranks that ignore Stop: the agent kills them only if Stop is pressed again.
 
     Answered by a tuple of the spared ranks: those that are alive and are not being killed already.
     """

@@ -132,7 +132,7 @@ def is_tensor_mismatch(places: Mapping[int, RankPosition]) -> bool:
 
 
 def tensors_of(each: Begun) -> Hashable:
-    """Return the properties of a collective that have to be equal on all of its ranks."""
+    """Return the properties of a collective that must be equal on all of its ranks."""
     return each.name, each.elements, each.dtypes
 
 

@@ -26,7 +26,10 @@ Versions = Mapping[str, str]
 
 
 class Difference(NamedTuple):
-    """Python or a package (`what`) that has the version `here`, and `there` in another process."""
+    """Two versions of Python or of a package (`what`) that do not match.
+
+    This process has the version `here`, and another process has the version `there`.
+    """
 
     what: str
     there: str
@@ -92,8 +95,8 @@ class WorldSpec:
     world_size: int
     backend: str | None  # None for no process group
     # The notebook's whole environment, secrets included, and the variables of `--env`.  For other
-    # machines it has only variables for which the user asked, by `--env` or `--copy-env`; each
-    # agent adds the environment of its machine.
+    # machines only the variables for which the user asked, by `--env` or `--copy-env`; each agent
+    # adds the environment of its machine.
     environ: Mapping[str, str] = field(repr=False)
     cwd: str  # the notebook's folder
     sys_path: tuple[str, ...]  # the notebook's `sys.path`
@@ -295,9 +298,9 @@ WITH_NCCL: Mapping[str, str] = {
     # in C++ before Flight Recorder has an entry of the collective, so nbdist could not show in
     # which collective the rank waits (NCCL from 2.22 on).
     "NCCL_RUNTIME_CONNECT": "0",
-    # nccl's own monitor (RAS) listens on TCP and answers everybody.  nbdist has no use for it:
-    # like Flight Recorder it counts launched operations, and it shows neither which of them have
-    # completed nor send and recv.
+    # nccl's own monitor (RAS) listens on TCP and answers everybody.  nbdist has no use for the
+    # monitor: as Flight Recorder does, the monitor counts launched operations, but it shows neither
+    # which operations have completed nor send and recv.
     "NCCL_RAS_ENABLE": "0",
 }
 """Further variables of ranks whose backend uses nccl, unless the user sets them.

@@ -66,7 +66,7 @@ class Mismatch(Exception):
 
 
 class Numbered:
-    """Numbers the messages that one end of a link sends, and checks the numbers of those it reads.
+    """Numbers sent messages, and checks the numbers of received messages, at one end of a link.
 
     A sent message is kept until the other end has acknowledged it.
     """
