@@ -1,7 +1,8 @@
-"""The rank's accelerator, of whatever kind torch supports; tried with CUDA only.
+"""Functions for the rank's accelerator, of any kind that torch supports; tried with CUDA only.
 
-Functions that torch 2.7 has in `torch.accelerator` are called there. Other functions (for memory
-and random numbers) come from the device's own module, and have the same names for all kinds.
+The files of `nbdist.worker` use them. Functions that torch 2.7 has in `torch.accelerator` are
+called there. Other functions, for memory and random numbers, are called in the module of the
+device, such as `torch.cuda`; they have the same names for all kinds of devices.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch.profiler import ProfilerActivity
 def graph() -> type:
     """Return torch's class of CUDA graphs.
 
-    The class is looked up in a function, because `nbdist doctor` imports this file with any torch.
+    The class is looked up only here, because `nbdist doctor` imports this file with any torch, and
+    not each torch has the class.
     """
     return torch.cuda.CUDAGraph
 
@@ -32,27 +34,27 @@ def synchronize() -> None:
 
 
 def is_in_use() -> bool:
-    """Return True if this process has a context on the accelerator; does not make one."""
+    """Return True if this process has a context on the accelerator; this makes no context."""
     return bool(_module().is_initialized())
 
 
 def error_probe() -> Callable[[], bool] | None:
-    """Return a function, for any thread, that raises at once if the GPU has a lasting error.
+    """Return a function that raises RuntimeError at once if the GPU has an error that lasts.
 
-    Returns None if the accelerator is not in use.
+    Any thread may call the function. Return None if the accelerator is not in use.
     """
     return torch.accelerator.current_stream().query if is_in_use() else None
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Return the version of torch's NCCL; makes no context."""
+    """Return the version of the NCCL with which torch was built; this makes no context."""
     return torch.cuda.nccl.version()  # type: ignore[no-untyped-call, no-any-return]
 
 
 def names() -> list[str]:
     """Return the names of all accelerators that torch can use.
 
-    torch warns of accelerators that torch cannot use, or not well.
+    Meanwhile torch warns of accelerators that it cannot use or does not fully support.
     """
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind is None:
@@ -69,7 +71,7 @@ def index() -> int:
 
 
 def room() -> tuple[int, int]:
-    """Return how much memory no process uses, and how much memory there is."""
+    """Return the free memory of the accelerator, which no process uses, and its whole memory."""
     free, total = _module().mem_get_info()
     return free, total
 
@@ -80,7 +82,7 @@ def allocated() -> int:
 
 
 def peak_allocated() -> int:
-    """Return the peak memory of this process's tensors; 0 if the accelerator is not in use."""
+    """Return the highest `allocated` so far; 0 if the accelerator is not in use."""
     return int(_module().max_memory_allocated()) if is_in_use() else 0
 
 
@@ -94,7 +96,7 @@ def release_cached() -> None:
     if not is_in_use():
         return
     _module().empty_cache()
-    # `ipc_collect` is CUDA's alone; newer versions of torch have `empty_host_cache`.
+    # Only CUDA has `ipc_collect`, and only newer versions of torch have `empty_host_cache`.
     for holder, name in ((_module(), "ipc_collect"), (torch.accelerator, "empty_host_cache")):
         getattr(holder, name, lambda: None)()
 
@@ -111,7 +113,10 @@ def set_random_state(state: torch.Tensor) -> None:
 
 
 def profiled() -> list[ProfilerActivity]:
-    """Return the activities that a profile can record; torch's own choice warns without a GPU."""
+    """Return the activities that torch's profiler can record here.
+
+    By default torch would choose CUDA, too, and warn if there is no GPU.
+    """
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kinds = ["CPU", *([] if device is None else [device.type.upper()])]
     return [getattr(ProfilerActivity, kind) for kind in kinds]

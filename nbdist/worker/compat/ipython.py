@@ -1,7 +1,8 @@
-"""Private names of IPython, ipykernel and pdb, behind functions and classes of our own.
+"""All uses of private names of IPython, ipykernel and pdb, behind functions of nbdist.
 
-Runs in the workers; tried with IPython 7.34 to 9.18 and ipykernel 6.17 to 7.4. The debugger's
-prompt goes to the notebook as that of `input()` does, since pdb reads by `input`.
+The files of `nbdist.worker` call these functions and classes. They were tried with IPython 7.34 to
+9.18 and ipykernel 6.17 to 7.4. pdb reads commands by `input()`, so the debugger's prompt is shown
+in the notebook like that of any `input()`.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ from nbdist.system.folders import whole_file
 from nbdist.values.definitions import cell_numbers, function_name
 
 SHOW = "_showtraceback"
-"""IPython's method that shows a finished traceback; in ipykernel the method publishes it."""
+"""IPython's method that shows a drawn traceback; ipykernel's shell publishes the traceback."""
 
-# Parts of a frame in IPython 7: the first line, with file and call in colours, and the line's mark.
+# Parts of a frame in a traceback of IPython 7: its first line, with the file and the call in
+# colours, and the mark at the line that was running.
 COLOURS = r"((?:\x1b\[[\d;]*m)*)"
 TRACEBACK_FRAME = re.compile(rf"{COLOURS}([^\x1b\n]+?){COLOURS} in ([^\n]*)")
 FRAME_LINE = re.compile(r"-> (\d+)")
 
 
 def check() -> tuple[str, ...]:
-    """Return a sentence on each name that this IPython or ipykernel lacks, and on what is lost."""
+    """Return a sentence on each name that this IPython or ipykernel lacks, with the consequence."""
     sentences = []
     if not hasattr(ZMQInteractiveShell, SHOW):
         sentences.append(
@@ -58,9 +60,9 @@ def check() -> tuple[str, ...]:
 
 
 def import_without_debugpy() -> None:
-    """Import ipykernel without debugpy, which takes 70 ms and 7 MB in each worker.
+    """Import `ipykernel.debugger` without debugpy, which would take 70 ms and 7 MB in each worker.
 
-    No front end debugs a worker by debugpy. `import debugpy` in a cell works as usual.
+    No front end uses debugpy to debug a worker. `import debugpy` in a cell works as usual.
     """
     server = sys.modules.get("debugpy.server", sys)
     sys.modules["debugpy.server"] = None  # type: ignore[assignment]
@@ -73,26 +75,27 @@ def import_without_debugpy() -> None:
 
 class _IOPubThread(IOPubThread):
     def __init__(self, socket: Any, *, pipe: bool = False, **session: Any) -> None:
-        super().__init__(socket, pipe=False, **session)  # ipykernel before 7 gives no session
+        super().__init__(socket, pipe=False, **session)  # ipykernel before 7 passes no session
 
 
 def publish_without_port() -> None:
-    """Make ipykernel open no TCP port, by which children of a kernel would reach its OutStream.
+    """Keep ipykernel from opening a TCP port, by which child processes would send it their output.
 
-    Called before the application makes its iopub thread.
+    Workers do not use this port, since output goes through the agent's pipe. Called before the
+    application makes its iopub thread.
     """
     if hasattr(kernelapp, "IOPubThread"):
         kernelapp.IOPubThread = _IOPubThread
 
 
 def reloads_modules(shell: Any) -> bool:
-    """Return True if `%autoreload` is on; works with IPython 7 to 9."""
+    """Return True if the user has turned `%autoreload` on; works with IPython 7 to 9."""
     magics = shell.magics_manager.registry.get("AutoreloadMagics")
     return bool(getattr(getattr(magics, "_reloader", None), "enabled", False))
 
 
 class AnnouncesErrors(ZMQInteractiveShell):
-    """A shell that shows each traceback inside of the context `announcing`; IPython 7 to 9."""
+    """A shell that enters the context `announcing` while it shows a traceback; IPython 7 to 9."""
 
     def announcing(
         self, kind: type[BaseException], error: BaseException
@@ -133,7 +136,10 @@ def number_cells(shell: Any) -> None:
 
 
 def _with_number(part: str, numbers: Mapping[str, int]) -> str:
-    """Return a part of IPython 7's traceback; a frame gets a first line as in IPython 8."""
+    """Return a part of a traceback that IPython 7 has drawn.
+
+    If the part is a frame, its first line is replaced by one as in IPython 8.
+    """
     begins, line = TRACEBACK_FRAME.match(part), FRAME_LINE.search(part)
     if begins is None or line is None:
         return part
@@ -152,7 +158,7 @@ def _with_number(part: str, numbers: Mapping[str, int]) -> str:
 
 def prepare_jedi(completer: Any) -> None:
     """Import jedi and its modules, which takes seconds, then let IPython's completer use jedi."""
-    # jedi raises the limit of recursion; keep the limit for the user's code.
+    # jedi raises Python's limit of recursion when it is imported: undo this for the user's code.
     limit = sys.getrecursionlimit()
     jedi = import_module("jedi")
     write_cache_whole(import_module("parso.cache"))
@@ -162,13 +168,18 @@ def prepare_jedi(completer: Any) -> None:
 
 
 def write_cache_whole(cache: Any) -> None:
-    """Make parso write each cache file under another name, and rename the file at the end."""
+    """Make parso, on which jedi is based, write each of its cache files whole.
+
+    parso itself writes into the file. If several ranks do so at once, or a rank is killed, the file
+    is damaged. So write a temporary file, and rename it at the end.
+    """
     if not hasattr(cache, "_save_to_file_system") or not hasattr(cache, "_get_hashed_path"):
         return
 
     def save(hashed_grammar: str, path: object, item: object, cache_path: object = None) -> None:
         name = cache._get_hashed_path(hashed_grammar, path, cache_path=cache_path)
-        # A killed process's unfinished file stays until parso removes files unread for 30 days.
+        # If the process is killed meanwhile, the temporary file stays until parso removes all
+        # files that were not read for 30 days.
         with whole_file(Path(name)) as file:
             pickle.dump(item, file, pickle.HIGHEST_PROTOCOL)
 
@@ -178,7 +189,7 @@ def write_cache_whole(cache: Any) -> None:
 # --- the debugger --------------------------------------------------------------------------
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
-# Packages whose calls are around those of a cell or script.
+# Packages whose calls are above those of a cell or script on the stack.
 OUTER_PACKAGES = (
     "IPython",
     "ipykernel",
@@ -191,14 +202,18 @@ OUTER_PACKAGES = (
 IN_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in OUTER_PACKAGES)
 RUNPY = f"{os.sep}runpy.py"
 
-# Methods of IPython 8 that cache up to 1,024 frames, with all that the frames hold.
+# Methods of IPython 8 that cache up to 1,024 frames, and so keep the frames' variables alive.
 CACHES = ("_cachable_skip", "_cached_one_parent_frame_debuggerskip")
-LAST = "_last_pdb_instance"  # Python 3.14 keeps the debugger, with frames that it has shown
+# The attribute in which Python 3.14 keeps the last debugger, with the frames that it has shown.
+LAST = "_last_pdb_instance"
 FrameStack = list[tuple[FrameType, int]]
 
 
 def is_around(frame: FrameType) -> bool:
-    """Return True for a call of nbdist, a frozen module, `runpy`, or one of `OUTER_PACKAGES`."""
+    """Return True for a call that is not the user's, which the debugger leaves out.
+
+    Such calls are in nbdist, a frozen module, `runpy`, or one of `OUTER_PACKAGES`.
+    """
     file = frame.f_code.co_filename
     if file.startswith((PACKAGE, "<frozen ")) or file.endswith(RUNPY):
         return True
@@ -212,20 +227,24 @@ def is_called_by_us(frame: FrameType) -> bool:
 
 
 def is_statement(frame: FrameType) -> bool:
-    """Return True for the frame of a script, or of one of the statements that IPython runs.
+    """Return True for the frame of a script, or of a statement of a cell.
 
-    IPython runs each statement of a cell alone.
+    IPython runs each statement of a cell separately, in a frame of its own.
     """
     return function_name(frame.f_code.co_name) == "<module>" and is_called_by_us(frame)
 
 
 class Debugger(InterruptiblePdb):
-    """IPython's debugger, which shows and steps through the user's calls only, and obeys Stop."""
+    """IPython's debugger, changed for workers.
+
+    It shows only the user's calls and steps only through these. Stop ends debugging and the cell.
+    """
 
     was_used = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        # After `continue`, pdb would handle SIGINT by coming back into the debugger.
+        # With `nosigint` SIGINT ends the cell. By default pdb would handle a SIGINT that comes
+        # after `continue`, and return to its prompt.
         super().__init__(*args, **{"nosigint": True, **options})
         Debugger.was_used = True
         self._stopped: KeyboardInterrupt | None = None
@@ -233,13 +252,16 @@ class Debugger(InterruptiblePdb):
         self._entered: FrameType | None = None
 
     def set_trace(self, frame: FrameType | None = None, **options: Any) -> None:
-        """Debug from this frame on, by default the caller's."""
+        """Begin to debug in this frame, by default the caller's."""
         caller = inspect.currentframe()
         self._entered = frame or (caller and caller.f_back)
         super().set_trace(self._entered, **options)
 
     def interaction(self, *args: Any, **options: Any) -> None:
-        """Prompt the user until the program goes on; KeyboardInterrupt if Stop was pressed."""
+        """Prompt the user for commands until the program goes on.
+
+        Raises KeyboardInterrupt if the user presses Stop.
+        """
         super().interaction(*args, **options)
         stopped, self._stopped = self._stopped, None
         if stopped is not None:
@@ -247,14 +269,17 @@ class Debugger(InterruptiblePdb):
             raise KeyboardInterrupt
 
     def cmdloop(self, intro: Any = None) -> None:
-        """Read and run commands; record Stop, which IPython's own method would not report."""
+        """Read and run commands; record Stop, so that `interaction` raises KeyboardInterrupt.
+
+        IPython's own method would only end the loop.
+        """
         try:
             super(InterruptiblePdb, self).cmdloop(intro)
         except KeyboardInterrupt as stop:
             self._stopped = stop.with_traceback(None)
 
     def user_return(self, frame: FrameType, value: Any) -> None:
-        """Pause at the end of a call; after a cell's statement, pause at the next statement."""
+        """Pause at the end of a call; at the end of a cell's statement go on to the next one."""
         if is_statement(frame):
             self._is_between = True
             self.set_step()
@@ -270,8 +295,8 @@ class Debugger(InterruptiblePdb):
     def user_exception(self, frame: FrameType, info: Any) -> None:
         """Pause where an exception is raised, unless the exception is a KeyboardInterrupt.
 
-        An exception in a call around the user's is the end of a statement that awaits: go on to the
-        next statement.
+        An exception in a call above the user's (`is_around`) means that a statement with `await`
+        has ended. Then go on to the next statement.
         """
         if is_around(frame):
             self._is_between = True
@@ -281,10 +306,10 @@ class Debugger(InterruptiblePdb):
             remove_pdb_names(frame)
 
     def stop_here(self, frame: FrameType) -> bool:
-        """Return True if stepping pauses in this frame."""
+        """Return True if the debugger pauses in this frame while it steps."""
         if self._is_between or (is_called_by_us(frame) and frame is not self._entered):
-            # Between statements IPython may call anybody's code, so pause only at the next
-            # statement.
+            # Between two statements IPython calls other code, such as callbacks of libraries. So
+            # pause only at the next statement.
             if not is_statement(frame):
                 return False
             self._is_between = False
@@ -293,13 +318,14 @@ class Debugger(InterruptiblePdb):
     def get_stack(self, *args: Any, **options: Any) -> tuple[FrameStack, int]:
         """Return the user's frames, innermost last, and the index of the frame that is shown."""
         stack, index = super().get_stack(*args, **options)
-        # Cut off the frames around the user's at both ends; without any of the user's, keep all.
+        # Cut off the frames before the first and after the last of the user's frames. If none is
+        # the user's, keep all.
         users = [n for n, (frame, _) in enumerate(stack) if not is_around(frame)]
         first, last = (users[0], users[-1]) if users else (0, len(stack) - 1)
         return stack[first : last + 1], max(0, min(index, last) - first)
 
     def format_stack_entry(self, *args: Any, **options: Any) -> str:
-        """Return the place of a call: `Cell In[5](3)` for a cell, whose file users do not know."""
+        """Return the text for a call in a stack; a cell's file becomes `Cell In[5]`."""
         frame: FrameType = args[0][0]
         text: str = super().format_stack_entry(*args, **options)
         file = frame.f_code.co_filename
@@ -309,14 +335,17 @@ class Debugger(InterruptiblePdb):
 
 
 def remove_pdb_names(frame: FrameType) -> None:
-    """Remove the names that pdb has bound in a cell's namespace to show a result or exception."""
+    """Remove `__return__` and `__exception__`, which pdb binds in the frame that it shows.
+
+    In the frame of a cell they would become the user's variables.
+    """
     if frame.f_locals is frame.f_globals:
         for name in ("__return__", "__exception__"):
             frame.f_globals.pop(name, None)
 
 
 def leave_debugger() -> None:
-    """Turn debugging off for the next task, and drop what the debugger keeps alive."""
+    """Turn debugging off after a task, and drop all references of debuggers to frames."""
     if not Debugger.was_used:
         return
     Debugger.was_used = False
@@ -335,10 +364,11 @@ def leave_debugger() -> None:
 
 
 def post_mortem(error: BaseException) -> None:
-    """Debug where an exception was raised; in newer pdb the command `exceptions` shows causes."""
+    """Debug in the call that has raised an exception."""
     session = Debugger()
     session.reset()
-    # IPython 8.15 and later shows causes itself; from Python 3.13 on pdb does.
+    # A debugger that gets the exception can also show its causes, by the command `exceptions`.
+    # IPython's can from 8.15 on, and pdb from Python 3.13 on.
     knows_chains = getattr(debugger, "CHAIN_EXCEPTIONS", False) or sys.version_info >= (3, 13)
     session.interaction(None, error if knows_chains else error.__traceback__)
 
@@ -349,19 +379,26 @@ DEBUGGER_LEFT = "`q` left the debugger and ended the cell on this rank"  # BdbQu
 
 
 def use_debugger() -> None:
-    """Make all functions that debug use `Debugger`; called after IPython has set its own class."""
+    """Make all functions that start a debugger use `Debugger`.
+
+    Called after IPython has set its own class of debugger.
+    """
     for module in (pdb, debugger):
         vars(module)["Pdb"] = Debugger
     pdb.set_trace = debugger.set_trace
-    # torch's own debugger would read from a terminal; from 2.10 on torch derives it from ours.
+    # torch's own debugger would read from a terminal. From torch 2.10 on, torch makes its class
+    # only when it is used, as a subclass of `pdb.Pdb`, which is `Debugger` here.
     if hasattr(torch.distributed, "_DistributedPdb"):
         torch.distributed._DistributedPdb = Debugger
-    # In an ipykernel `breakpoint()` does nothing once debugpy has been imported.
+    # ipykernel's own hook does nothing once debugpy has been imported.
     sys.breakpointhook = stop_at_breakpoint
 
 
 def stop_at_breakpoint(*args: Any, **options: Any) -> Any:
-    """Debug in the caller's frame, or call the function that PYTHONBREAKPOINT names."""
+    """Debug in the frame that has called `breakpoint()`.
+
+    If PYTHONBREAKPOINT names another function, call this function instead.
+    """
     if os.environ.get("PYTHONBREAKPOINT"):
         return sys.__breakpointhook__(*args, **options)
     frame = inspect.currentframe()
@@ -373,7 +410,7 @@ def stop_at_breakpoint(*args: Any, **options: Any) -> Any:
 
 
 def is_debugger(frame: FrameType | None) -> bool:
-    """Return True if a frame that reads a line is a debugger's command loop."""
+    """Return True if the frame that asks for a line of input is a debugger's command loop."""
     if frame is None or frame.f_code is not cmd.Cmd.cmdloop.__code__:
         return False
     return isinstance(frame.f_locals.get("self"), bdb.Bdb)

@@ -1,4 +1,7 @@
-"""Private names of torch's modules, DDP and FSDP2, each behind a function of our own."""
+"""All uses of private names of torch's modules, DDP and FSDP2, behind functions of nbdist.
+
+The files of `nbdist.worker` call these functions.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,18 @@ COMPOSED = "__composable_api_state_key"  # the prefix of attributes that `fully_
 
 
 def parts_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a module's layers, parameters and buffers by name, from the module's `__dict__`."""
+    """Return a module's layers, parameters and buffers by name; `attributes` is its `__dict__`."""
     tables = [attributes.get(name, {}) for name in ("_parameters", "_buffers", "_modules")]
     return {name: part for table in tables for name, part in {**table}.items()}
 
 
 def compiles_hooks(model: Any) -> bool:
-    """Return True if `model.compile()` was called, which compiles the model's hooks too."""
+    """Return True if `model.compile()` was called, which also compiles the model's hooks."""
     return getattr(model, "_compiled_call_impl", None) is not None
 
 
 def compiled_in(model: Any) -> Any:
-    """Return the module that `torch.compile` has wrapped in `model`; None for another module."""
+    """Return the module inside of `model`, if `torch.compile` has made `model`; else None."""
     return getattr(model, "_orig_mod", None)
 
 
@@ -36,10 +39,11 @@ def reset_ddp_step(model: Any) -> None:
 
 
 def renew_reducer(model: Any, group: ProcessGroup) -> None:
-    """Give a DDP module a new reducer on this group, as unpickling does."""
+    """Give a DDP module a new reducer, which reduces gradients in this group."""
     model.process_group = group
     if model.device_ids:
-        # A copy from another rank still has the number of that rank's GPU.
+        # Set the number of this rank's GPU: a model that was copied from another rank has that of
+        # the other rank's GPU.
         model.device = next(model.parameters()).device
         model.device_ids, model.output_device = [model.device.index], model.device.index
     state = model.__getstate__()
@@ -47,15 +51,18 @@ def renew_reducer(model: Any, group: ProcessGroup) -> None:
     del model.reducer, model.logger
     model.__setstate__(state)
     if model.static_graph:
-        # The first step finds out the order of gradients; torch does not reset this when
-        # unpickling.
+        # With a static graph the first step finds out the order of gradients. Make the next step a
+        # first step again, which unpickling does not do.
         model._static_graph_delay_allreduce_enqueued = False
     for hook, argument in getattr(model, "_comm_hooks", ()):
         dist._register_comm_hook(model.reducer, argument, hook)  # type: ignore[attr-defined]
 
 
 def buckets_of(model: Any) -> list[list[int]] | None:
-    """Return the numbers of the parameters in each DDP bucket; None until DDP rebuilds buckets."""
+    """Return the numbers of the parameters in each DDP bucket.
+
+    Return None until DDP has chosen its final buckets, in the first step.
+    """
     logged = model._get_ddp_logging_data()
     if not logged.get("has_rebuilt_buckets"):
         return None
@@ -64,14 +71,18 @@ def buckets_of(model: Any) -> list[list[int]] | None:
 
 
 def set_buckets(model: Any, buckets: Sequence[Sequence[int]]) -> bool:
-    """Make a DDP module reduce in these buckets; False if they do not fit its parameters."""
+    """Make a DDP module reduce gradients in these buckets.
+
+    Return False if the buckets do not fit the module's parameters.
+    """
     parameters, are_sparse = model._build_params_for_reducer()
     if sorted(number for bucket in buckets for number in bucket) != [*range(len(parameters))]:
         return False
     names = model._build_debug_param_to_name_mapping(parameters)
     torch_dist: Any = dist
     compute = torch_dist._compute_bucket_assignment_by_size
-    # torch's caller reverses both lists.
+    # The function of torch that computes the buckets is replaced meanwhile. Its caller reverses
+    # both lists.
     given = [*map(list, buckets)][::-1], [model.bucket_bytes_cap] * len(buckets)
     torch_dist._compute_bucket_assignment_by_size = lambda *_: given
     try:
@@ -94,7 +105,7 @@ def reset_fsdp_step(module: Any) -> None:
 
 
 def root_of(mesh: Any) -> Any:
-    """Return the whole mesh of which a mesh is a part; a whole mesh is returned itself."""
+    """Return the whole mesh of which `mesh` is a part; a whole mesh itself is returned."""
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()
     from torch.distributed import device_mesh  # up to torch 2.9
@@ -109,11 +120,14 @@ def is_of_fsdp(module: Any) -> bool:
 
 def class_before_fsdp(kind: type) -> type:
     """Return the class that a module had before `fully_shard`."""
-    return kind.__mro__[2]  # after the class that `fully_shard` has made, and FSDPModule
+    return kind.__mro__[2]  # [0] is the class that `fully_shard` has made, [1] is FSDPModule
 
 
 def without_fsdp(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a module's state without the additions of `fully_shard`; parameters stay sharded."""
+    """Return a module's state without the attributes and hooks that `fully_shard` has added.
+
+    The parameters in the state stay sharded.
+    """
     names = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
     state = {k: v for k, v in state.items() if k not in names and not k.startswith(COMPOSED)}
     hooks = {name: each for name, each in state.items() if "_hooks" in name and each}
@@ -128,16 +142,17 @@ def without_fsdp(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sharding_of(module: Any) -> tuple[int, Any, dict[str, Any], dict[str, Any]]:
-    """Return the arguments of `fully_shard` for an FSDP2 module, and what was set on it since.
+    """Return how an FSDP2 module was sharded: an id of the call, the mesh, options and settings.
 
-    The result has an id of that call, the mesh (of an inner module if this module has no
-    parameters), the options and the settings.
+    The options are arguments of `fully_shard`, and the settings were set on the module since. If
+    the module has no parameters, the mesh is that of an inner module.
     """
     state = module._get_fsdp_state()
     inside = [group for inner in module.modules() for group in _fsdp_groups(inner)]
     options = {"mp_policy": state._mp_policy}
     settings: dict[str, Any] = {}
-    # Without `reshard_after_forward` from the user, a root module's first forward sets it to False.
+    # Leave out `reshard_after_forward` if the user has not given it: the first forward of a root
+    # module then sets it to False.
     is_given = not getattr(state, "_auto_reshard_after_forward", False)
     for group in _fsdp_groups(module):
         options |= {"offload_policy": group.offload_policy}
@@ -151,13 +166,13 @@ def sharding_of(module: Any) -> tuple[int, Any, dict[str, Any], dict[str, Any]]:
 
 
 def set_on_fsdp(module: Any, settings: Mapping[str, Any]) -> None:
-    """Apply settings that `sharding_of` has returned."""
+    """Set on an FSDP2 module the settings that `sharding_of` has returned."""
     for group in _fsdp_groups(module):
         vars(group).update(settings)
 
 
 def sharding_problem(module: Any) -> str:
-    """Return why `sharding_of` is not enough to restore an FSDP2 module; "" if it is."""
+    """Return why the result of `sharding_of` cannot restore an FSDP2 module; "" if it can."""
     from torch.distributed._composable.contract import _get_registry
 
     groups, state = _fsdp_groups(module), _fsdp_state(module)

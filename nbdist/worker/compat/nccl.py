@@ -1,10 +1,10 @@
-"""The two classes that "nccl" has been in torch, behind one interface; in the workers.
+"""torch's two classes of nccl backends, behind one interface for `nbdist.worker.group.nccl`.
 
-`Legacy` is for what "nccl" means up to torch 2.14, and from 2.15 on with TORCH_DIST_USE_NCCL2=0 or
-by the name "nccl-legacy"; tried on an H200 with torch 2.11. `Nccl2` is for what "nccl" means from
-2.15 on; not tried on a GPU yet. The name of a backend says which class the backend has, the version
-of torch does not. With nccl2 on torch 2.14, where nccl2 is not the default, groups heal too, but no
-rank is seen to wait, because torch does not record the collectives.
+`Legacy` is for the class that "nccl" means up to torch 2.14. From 2.15 on, this class is used with
+TORCH_DIST_USE_NCCL2=0 or by the name "nccl-legacy". It was tried on an H200 with torch 2.11.
+`Nccl2` is for the class that "nccl" means from 2.15 on, which was not tried on a GPU yet. The name
+of a backend tells its class; the version of torch alone does not. torch 2.14 has nccl2, too, but
+does not record its collectives: groups heal, but nbdist does not see which rank waits.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from nbdist.worker.compat.torch import (
     exchange_handles,
 )
 
-# Whether Flight Recorder has nccl2's collectives, and marks them when they have ended.
+# Whether Flight Recorder has the collectives of nccl2, and marks those that have ended.
 RECORDS_NCCL2 = VERSION >= (2, 15)
-# Found in messages of NCCL and torch about a GPU of this process, not about other ranks.
+# Matches messages of NCCL and torch about this process's own GPU, and none about other ranks.
 OF_OWN_GPU = re.compile(r"\bcuda\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A rank's place in a group that connects: its `position`, and the store where ranks meet.
+    """A rank's part in connecting a group: its `position` in the group, and its `device`.
 
-    `number` has not been used in this store before.
+    The ranks meet in `store`, under a `number` that was not used there before.
     """
 
     store: Any
@@ -55,31 +55,36 @@ class Seat:
 
 
 class Adapter(ABC):
-    """The operations of nccl's backends that nbdist uses; each class of torch has a subclass."""
+    """The operations of nccl's backends that nbdist uses; a subclass is for each torch class."""
 
     max_generations: int | None
-    """How often a group can be connected, with the first time; None if there is no limit."""
+    """How often a group can be connected, counting the first time; None if there is no limit."""
 
-    keeps_numbering: bool  # whether numbers of a group's collectives go on after a renewal
+    # Whether the numbers of a group's collectives go on, and not begin again, after `renew`.
+    keeps_numbering: bool
 
     @abstractmethod
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
-        """Wait for the other ranks in the store; return a function that then connects in C++."""
+        """Wait in the store for the other ranks; return a function that connects to them in C++."""
 
     @abstractmethod
     def renew(self, group: ProcessGroup, seat: Seat, timeout: timedelta) -> Any:
-        """Return the backend to connect: the group's own, or a new one that takes its place."""
+        """Return the backend to connect after an abort.
+
+        This is the group's own backend, or a new one that was put in its place.
+        """
 
     @abstractmethod
     def new(self, name: str, seat: Seat, timeout: timedelta) -> Any:
-        """Return a new backend, not connected yet, for a group of this name."""
+        """Return a new backend for a group of this name; the backend is not connected yet."""
 
     def abort(self, backends: Sequence[Any]) -> None:
-        """Abort the collectives of backends, from any thread; this can take for ever.
+        """Abort the collectives of backends; any thread may call this, and it may never return.
 
-        All are aborted at the same time: one after the other, two could wait for each other, as
-        an abort waits for everything that runs on the GPU. NCCL's group calls do not help: torch
-        aborts in a thread of its own.
+        All backends are aborted at the same time, each on another thread. An abort waits for
+        everything that runs on the GPU, so the first of two aborts could wait for collectives that
+        only the second would end. NCCL's group calls would not help, since torch aborts in a thread
+        of its own.
         """
         with ThreadPoolExecutor(len(backends)) as pool:
             for _ in pool.map(lambda backend: backend.abort(), backends):
@@ -87,15 +92,15 @@ class Adapter(ABC):
 
     @abstractmethod
     def dump(self, *, active: bool) -> bytes:
-        """Return Flight Recorder's entries as JSON; if `active`, only those that have not ended."""
+        """Return Flight Recorder's entries in JSON; if `active`, only of unfinished collectives."""
 
     def pending(self) -> list[dict[str, Any]]:
-        """Return the entries of collectives that have not ended."""
+        """Return Flight Recorder's entries of collectives that have not ended."""
         entries: list[dict[str, Any]] = json.loads(self.dump(active=True)).get("entries", [])
         return entries
 
     def recorded(self) -> Iterator[dict[str, Any]]:
-        """Yield all entries of Flight Recorder, the newest first."""
+        """Yield all of Flight Recorder's entries, the newest first."""
         return entries_in(self.dump(active=False))
 
     def error(self, backend: Any) -> str:
@@ -103,21 +108,27 @@ class Adapter(ABC):
         kind = backend.get_error()
         return "" if kind == c10d.ErrorType.SUCCESS else kind.name.lower()
 
-    def end_calls(self, backend: Any) -> None:  # noqa: B027 (one class leaves none)
-        """End group calls of NCCL that an interrupted call has left open on this thread."""
+    def end_calls(self, backend: Any) -> None:  # noqa: B027 (nccl2 leaves no call open)
+        """End NCCL's group calls that an exception has left open on this thread.
+
+        Otherwise all later operations on this thread would wait for the end of the group call.
+        """
 
 
 class Legacy(Adapter):
-    """torch's first class: in a group, a new backend takes the place of an aborted one."""
+    """torch's first class, `ProcessGroupNCCL`.
+
+    An aborted backend cannot connect again, so a new backend takes its place in the group.
+    """
 
     max_generations: int | None = MAX_GENERATIONS // 2
     keeps_numbering = False
 
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
-        """Wait for the other ranks in the store; return a function that makes the communicator.
+        """Wait in the store for the other ranks; return a function that makes the communicator.
 
-        If the first collective made the communicator, torch could not abort a wait in it. Sends and
-        receives use this communicator too.
+        torch would make the communicator in the first collective, where a wait for ranks could not
+        be aborted. Sends and receives use this communicator, too.
         """
         store, size = seat.store, len(seat.members)
         store.set(f"connects{seat.number}/{seat.position}", "")
@@ -125,11 +136,11 @@ class Legacy(Adapter):
         return lambda: backend.eager_connect_single_device(seat.device)
 
     def renew(self, group: ProcessGroup, seat: Seat, timeout: timedelta) -> Any:
-        """Put a new backend in the group, and return it."""
-        # Read now: the group takes both from its backend, which is replaced below.
+        """Make a new backend, put it in the place of the group's backend, and return it."""
+        # Read name and description first: the group gets both from the backend that is replaced.
         name, description = group.group_name, group.group_desc
         backend = self.new(name, seat, timeout)
-        # A group takes another backend only if it has not seen the backend's type before.
+        # A group accepts a backend only if it has not seen the backend's type before.
         kind = ProcessGroup.BackendType(LAST_TYPE - seat.number)
         group._register_backend(torch.device("cuda"), kind, backend)
         group._set_group_name(name)
@@ -137,7 +148,7 @@ class Legacy(Adapter):
         return backend
 
     def new(self, name: str, seat: Seat, timeout: timedelta) -> Any:
-        """Return a new backend, made as by torch 2.13's `_new_process_group_helper`."""
+        """Return a new backend, made as `_new_process_group_helper` of torch 2.13 makes it."""
         options: Any = dist.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = False
         options._timeout = timeout
@@ -149,14 +160,16 @@ class Legacy(Adapter):
         return backend
 
     def error(self, backend: Any) -> str:
-        # Once a collective is late, the watchdog reports that for ever, and ends nothing.
+        # Once a collective has been late, torch's watchdog reports "timeout" for ever, although it
+        # has ended nothing.
         name = super().error(backend)
         return "" if name == "timeout" else name
 
     def end_calls(self, backend: Any) -> None:
-        # `batch_isend_irecv` begins a group call of NCCL and ends it. If the end fails, torch still
-        # counts the call as open: making a communicator would end the call again, and fail. If the
-        # end was left out, all later operations would wait for it.
+        # `batch_isend_irecv` begins a group call of NCCL and ends it. After an exception in between
+        # the call is still open, and all later operations would wait for its end: so end it. If the
+        # end itself fails, torch still counts the call as open. torch would end the call again when
+        # it makes a communicator, and fail: so correct the count.
         calls = open_calls()
         while calls is not None and calls.value:
             try:
@@ -165,22 +178,23 @@ class Legacy(Adapter):
                 calls.value = 0
 
     def dump(self, *, active: bool) -> bytes:
-        ask = getattr(c10d, "_dump_nccl_trace_json", None)  # torch for the CPU has none
+        ask = getattr(c10d, "_dump_nccl_trace_json", None)  # torch for the CPU lacks the function
         return bytes(ask(includeCollectives=True, onlyActive=active)) if ask else b"{}"
 
 
 class Nccl2(Adapter):
-    """torch's newer class: `reconfigure` connects it; its watchdog never ends the process."""
+    """torch's newer class, whose backends can connect again, by their method `reconfigure`."""
 
     max_generations: int | None = None
     keeps_numbering = True
 
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
-        """Wait for the other ranks in the store; return a function that connects in bounded time.
+        """Wait in the store for the other ranks; return a function that connects to them in C++.
 
-        The function uses the rank's device, and raises DistError if the ranks do not connect.
+        The function has a time limit, and raises DistError if the ranks do not connect.
         """
-        # By default the backend uses the device of the calling thread; each thread has its own.
+        # Set the device: by default a backend uses the current device of the calling thread, which
+        # may be another one.
         backend.bound_device_id = seat.device
         size = len(seat.members)
         options = exchange_handles(backend, seat.store, seat.position, size, seat.number, timeout)
@@ -189,7 +203,8 @@ class Nccl2(Adapter):
             try:
                 backend.reconfigure(options).wait()
             except RuntimeError as error:
-                # NCCL reports errors between ranks, such as a dead rank, as a plain RuntimeError.
+                # For errors between ranks, such as a dead rank, torch raises a plain RuntimeError,
+                # as it does for errors of this rank's GPU. Make it an error between ranks.
                 if type(error) is not RuntimeError or OF_OWN_GPU.search(str(error)):
                     raise
                 raise dist.DistBackendError(str(error)) from error
@@ -197,9 +212,10 @@ class Nccl2(Adapter):
         return ready
 
     def renew(self, group: ProcessGroup, seat: Seat, timeout: timedelta) -> Any:
-        """Return the group's own backend; remove a backend around it that compares collectives.
+        """Return the group's own backend, which can connect again.
 
-        Such a backend would compare over connections that have ended.
+        If the group has a wrapper around the backend that compares collectives, remove the wrapper,
+        which would use connections that have ended.
         """
         device, backend = _device_and_backend(group)
         if group._get_backend(device) is not backend:
@@ -222,22 +238,22 @@ class Nccl2(Adapter):
         return bytes(c10d._dump_fr_trace_json(True, active, "nccl2"))  # type: ignore[attr-defined]  # noqa: FBT003
 
     def pending(self) -> list[dict[str, Any]]:
-        # torch retires a collective at once if it does not report its end to the hook.
+        # Leave out collectives that torch has retired at once: it does not record when they end.
         return [entry for entry in super().pending() if not entry["retired"]]
 
 
 ADAPTERS: Mapping[str, Adapter] = {"nccl": Legacy(), "nccl2": Nccl2()}
-"""Adapters by the backend's own name, whatever name user code has asked for."""
+"""Adapters by `backend.name()`, which may differ from the name that user code has requested."""
 
 
 def nccl_of(group: ProcessGroup) -> Any:
-    """Return the group's nccl backend, of either class; None if it has none."""
+    """Return the group's nccl backend, of either class; None if the group has none."""
     return _device_and_backend(group)[1]
 
 
 def _device_and_backend(group: ProcessGroup) -> tuple[Any, Any]:
     for device in group._device_types:
-        # With debug level DETAIL the backend is inside of one that compares, and cannot abort.
+        # At debug level DETAIL the backend is inside of torch's wrapper, which cannot abort.
         backend: Any = group._get_backend(device)
         backend = getattr(backend, "wrapped_pg", backend)
         if backend.name() in ADAPTERS:
@@ -251,9 +267,9 @@ def adapter_of(backend: Any) -> Adapter:
 
 
 def when_nccl2_is_made(make: Callable[[Callable[[Any], Any], Any], Any]) -> None:
-    """Let `make(create, options)` make each nccl2 backend.
+    """Call `make(create, options)` whenever torch makes an nccl2 backend.
 
-    `create(options)` makes a backend without connecting it.
+    `create(options)` makes the backend without connecting it, and `make` must return the backend.
     """
     for name in ("nccl", "nccl2"):
         if plugin := _plugin_of_nccl2(name):
@@ -263,9 +279,9 @@ def when_nccl2_is_made(make: Callable[[Callable[[Any], Any], Any], Any]) -> None
 
 
 def when_legacy_is_made(made: Callable[[Any, Any, int, int, timedelta], None]) -> None:
-    """Call `made(backend, store, rank, size, timeout)` after a legacy backend was made.
+    """Call `made(backend, store, rank, size, timeout)` after torch has made a legacy backend.
 
-    `made` is not called for a backend that torch splits from another.
+    `made` is not called for a backend that torch splits from another one.
     """
     kind: Any = getattr(dist, "ProcessGroupNCCL", None)
     if kind is None:  # torch for the CPU
@@ -293,7 +309,10 @@ def _library() -> ctypes.CDLL | None:
 
 
 def open_calls() -> ctypes.c_uint64 | None:
-    """Return torch's counter of NCCL's open group calls on this thread; None if not found."""
+    """Return torch's own counter of NCCL's open group calls on this thread.
+
+    Return None if this torch has no such counter.
+    """
     try:
         return ctypes.c_uint64.in_dll(library, OPEN_CALLS) if (library := _library()) else None
     except ValueError:  # a version of torch without this counter
@@ -301,7 +320,7 @@ def open_calls() -> ctypes.c_uint64 | None:
 
 
 def plain_class() -> str:
-    """Return the name of the class that "nccl" means in this torch."""
+    """Return the name of torch's class that the backend "nccl" means in this torch."""
     return "ProcessGroupNCCL2" if _plugin_of_nccl2("nccl") else "ProcessGroupNCCL"
 
 

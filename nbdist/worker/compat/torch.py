@@ -1,7 +1,7 @@
-"""Private names of torch's groups and backends, behind functions and constants of our own.
+"""All uses of private names of torch's groups and backends, behind functions of nbdist.
 
-Runs in the workers; tried with torch 2.7 to 2.15. Comments say where versions differ; `check` says
-what the installed version lacks.
+The files of `nbdist.worker` call these functions. They were tried with torch 2.7 to 2.15. Comments
+say how versions differ, and `check` says what the installed version lacks.
 """
 
 from __future__ import annotations
@@ -35,12 +35,17 @@ SETS_TIMEOUTS = VERSION >= (2, 9)
 """Whether the timeout of gloo's collectives can be changed once the group exists."""
 
 RENEWS_GLOO = hasattr(ProcessGroupGloo, "reconfigure")
-"""Whether a gloo backend can connect again (from torch 2.14 on), so that it is not replaced."""
+"""Whether a gloo backend can connect again (from torch 2.14 on) and need not be replaced."""
 
-FIRST_TYPE, LAST_TYPE = 20, 255  # a backend's type is a byte, and torch 2.15 names less than ten
+FIRST_TYPE, LAST_TYPE = 20, 255
+"""The types of backends that nbdist uses: a type is a byte, and torch 2.15 itself uses fewer than
+ten."""
 
 MAX_GENERATIONS = LAST_TYPE - FIRST_TYPE
-"""How often a group can be formed, the first time included; with `nccl.Legacy` half as often."""
+"""How often a group can be formed, with the first time, if each time needs a type of backend.
+
+With `nccl.Legacy` each time needs two types, so a group can be formed half as often.
+"""
 
 OPERATIONS = (
     *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
@@ -51,22 +56,24 @@ OPERATIONS = (
 )
 """Methods of ProcessGroup that start an operation."""
 
-BACKWARD = "_engine_run_backward"  # the function in which a thread runs a backward pass, in C++
+BACKWARD = "_engine_run_backward"  # the Python function in which C++ runs a backward pass
 
 STEP_CODE = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
-"""Code of the function around each optimizer's `step`; on the stack while a step runs."""
+"""Code of the function that torch wraps around each optimizer's `step`.
+
+While a step runs, a frame on the stack has this code.
+"""
 
 TABLES = (
     *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag"),
-    # From torch 2.15 on.  A hook records the collectives of its group with nccl, but only while
-    # anything refers to the hook.
+    # From torch 2.15 on. The table keeps alive the hooks that record the collectives of nccl.
     "pg_flight_recorder_hooks",
 )
-"""Tables in which torch keeps something for each group."""
+"""Names of torch's tables that have an entry for each group."""
 
 
 def check() -> tuple[str, ...]:
-    """Return a sentence on each ability that this torch lacks; workers start without it."""
+    """Return a sentence on each ability that this torch lacks; workers start all the same."""
     problems = []
     if not RECORDS_GLOO:
         problems.append("ranks that wait in an asynchronous collective are shown without its name")
@@ -85,7 +92,7 @@ def check() -> tuple[str, ...]:
 
 
 def subgroups_of(default: ProcessGroup) -> dict[str, ProcessGroup]:
-    """Return all groups but the default one, by name."""
+    """Return all groups in torch's tables except the default group, by name."""
     names = distributed_c10d._world.pg_names
     return {str(name): group for group, name in names.items() if group is not default}
 
@@ -110,13 +117,19 @@ def default_store() -> Any:
 
 
 def entries_of(group: ProcessGroup) -> dict[str, Any]:
-    """Return a group's entries in torch's tables, by table, for `set_default_group`."""
+    """Return a group's entries in torch's tables, by the name of the table.
+
+    `set_default_group` puts them back.
+    """
     tables = [table for table in TABLES if group in getattr(distributed_c10d._world, table, ())]
     return {table: getattr(distributed_c10d._world, table)[group] for table in tables}
 
 
 def set_default_group(group: ProcessGroup, entries: Mapping[str, Any]) -> None:
-    """Make a group the default group, by its `entries`; there must be no default group before."""
+    """Put a group and its `entries` into torch's tables, as the default group.
+
+    There must be no default group before.
+    """
     tables = distributed_c10d._world
     for table, entry in entries.items():
         getattr(tables, table)[group] = entry
@@ -130,13 +143,14 @@ def set_default_group(group: ProcessGroup, entries: Mapping[str, Any]) -> None:
 def exempt_from_shutdown(group: ProcessGroup) -> None:
     """Keep the next `destroy_process_group` from shutting this group down.
 
-    The group is removed from the table of groups to shut down; torch then empties all tables.
+    The group is removed from the table of groups that torch shuts down. Afterwards torch empties
+    all its tables, as usual.
     """
     del distributed_c10d._world.pg_names[group]
 
 
 def forget_all(destroy: Callable[[], None]) -> list[ProcessGroup]:
-    """Remove all groups from torch's tables without shutting any down; return them.
+    """Remove all groups from torch's tables without shutting them down; return the groups.
 
     `destroy` is torch's `destroy_process_group`. The caller must keep references to the groups.
     """
@@ -148,9 +162,9 @@ def forget_all(destroy: Callable[[], None]) -> list[ProcessGroup]:
 
 
 def end_coalescing() -> None:
-    """Drop the collectives that a `_coalescing_manager` has collected before an exception.
+    """Drop collectives that torch's `_coalescing_manager` has collected before an exception.
 
-    torch would go on collecting all later collectives of the group, and run none of them.
+    Otherwise torch would collect all later collectives of the group, too, and run none of them.
     """
     distributed_c10d._world.pg_coalesce_state.clear()
 
@@ -166,13 +180,16 @@ def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
 
 
 def name_groups(choose: Callable[[str, Sequence[int], bool], str]) -> None:
-    """Let `choose(torch's name, ranks, is_hashed)` name each new group, if torch allows that."""
+    """Let `choose(torch's name, ranks, is_hashed)` name each new group.
+
+    Do nothing if this torch has no function that names groups.
+    """
     if not hasattr(distributed_c10d, "_process_group_name"):
         return
     original = distributed_c10d._process_group_name
 
     def name(ranks: Sequence[int], use_hashed_name: bool) -> str:  # noqa: FBT001
-        # Call torch's function even if its name is not used, because it counts the groups.
+        # Call torch's function even if its name is not used, because the function counts groups.
         return choose(str(original(ranks, use_hashed_name)), ranks, use_hashed_name)
 
     distributed_c10d._process_group_name = name  # type: ignore[assignment]
@@ -191,12 +208,12 @@ def gloo_of(group: ProcessGroup) -> Any:
 
 
 def takes_cpu(group: ProcessGroup) -> bool:
-    """Return True if the group's collectives take tensors on the CPU."""
+    """Return True if the group's collectives accept tensors on the CPU."""
     return any(device.type == "cpu" for device in group._device_types)
 
 
 def when_gloo_is_made(make: Callable[..., None]) -> Callable[..., None]:
-    """Let `make(backend, store, rank, size, ...)` replace the `__init__` of gloo backends.
+    """Call `make(backend, store, rank, size, ...)` instead of the `__init__` of gloo backends.
 
     Return the original `__init__`.
     """
@@ -210,14 +227,14 @@ def when_gloo_is_made(make: Callable[..., None]) -> Callable[..., None]:
 
 
 def when_tcp_store_is_made(make: Callable[..., None]) -> Callable[..., None]:
-    """Let `make` replace the `__init__` of TCPStore; return the original one."""
+    """Call `make` instead of the `__init__` of TCPStore; return the original `__init__`."""
     original = TCPStore.__init__
     TCPStore.__init__ = make  # type: ignore[method-assign]
     return original
 
 
 def gloo_options(device: Any, threads: int, timeout: timedelta | None, *, renewable: bool) -> Any:
-    """Return options of a gloo backend.  A `renewable` backend connects only by `renew`."""
+    """Return options to make a gloo backend; a `renewable` backend connects only by `renew`."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices, options._threads = [device], threads
     if timeout is not None:
@@ -228,9 +245,10 @@ def gloo_options(device: Any, threads: int, timeout: timedelta | None, *, renewa
 
 
 def renew(backend: Any, store: Any, rank: int, size: int, number: int, timeout: timedelta) -> None:
-    """Connect a gloo backend to ranks that do the same, in a store where `number` is used once.
+    """Connect a renewable gloo backend to the other ranks, which must do the same.
 
-    Raises RuntimeError if the ranks do not come; then the backend stays as it was.
+    The ranks meet in the store, under a `number` that was not used there before. Raises
+    RuntimeError if ranks do not come; then the backend stays as it was.
     """
     options = exchange_handles(backend, store, rank, size, number, timeout)
     backend.reconfigure(options).wait()
@@ -239,7 +257,10 @@ def renew(backend: Any, store: Any, rank: int, size: int, number: int, timeout: 
 def exchange_handles(
     backend: Any, store: Any, rank: int, size: int, number: int, timeout: timedelta
 ) -> Any:
-    """Wait in the store until all ranks have come; return the options to connect to them."""
+    """Write this rank's handle to the store, and wait until all ranks have written theirs.
+
+    Return the options with which the backend connects to the other ranks.
+    """
     store.set(f"handle{number}/{rank}", backend.get_reconfigure_handle())
     options = c10d.ReconfigureOptions()  # type: ignore[attr-defined]
     options.uuid, options.timeout = number, timeout
@@ -249,11 +270,12 @@ def exchange_handles(
 
 
 def replace_gloo(group: ProcessGroup, backend: Any, number: int) -> None:
-    """Put this backend in the place of the group's gloo backend; `number` is new each time.
+    """Put this backend in the place of the group's gloo backend.
 
-    The backend gets a new type by `number`: a group takes no other backend of a known type.
+    A group accepts a backend only if it has not seen the backend's type before. So `number` must be
+    new for each replacement, as the type is made from it.
     """
-    # Read now: the group takes both from its backend, which is replaced below.
+    # Read name and description first: the group gets both from the backend that is replaced below.
     name, description = group.group_name, group.group_desc
     kind = ProcessGroup.BackendType(FIRST_TYPE + number)
     for device in group._device_types:
@@ -264,7 +286,7 @@ def replace_gloo(group: ProcessGroup, backend: Any, number: int) -> None:
 
 
 def prepare_gloo(backend: Any, group: ProcessGroup, members: Sequence[int]) -> None:
-    """Set the group's name and members on a backend that torch has not made itself."""
+    """Set the group's name and members on a backend that nbdist has made, as torch would."""
     if hasattr(backend.options, "group_name"):  # from torch 2.8 on
         backend.options.group_name = group.group_name
         backend.options.global_ranks_in_group = list(members)
@@ -272,13 +294,16 @@ def prepare_gloo(backend: Any, group: ProcessGroup, members: Sequence[int]) -> N
 
 
 def comparing_backend(backend: Any, helper: Any) -> Any:
-    """Return a backend that compares collectives over the helper first: debug level DETAIL."""
+    """Return a wrapper around a backend, as torch makes it at debug level DETAIL.
+
+    Before each collective the wrapper compares it between the ranks, by the backend `helper`.
+    """
     return c10d._ProcessGroupWrapper(backend, helper)
 
 
 @contextmanager
 def without_comparing() -> Iterator[None]:
-    """In this context torch makes no backends that compare collectives first."""
+    """Within this context, torch makes no wrappers that compare collectives."""
     level = c10d.get_debug_level()
     c10d.set_debug_level(c10d.DebugLevel.OFF)
     try:
@@ -288,12 +313,12 @@ def without_comparing() -> Iterator[None]:
 
 
 def read_debug_level() -> None:
-    """Read TORCH_DISTRIBUTED_DEBUG again, after torch has read this variable on import."""
+    """Make torch read TORCH_DISTRIBUTED_DEBUG again, which it otherwise reads only on import."""
     c10d.set_debug_level_from_env()
 
 
 def compares() -> bool:
-    """Return True if ranks compare each collective before it runs: debug level DETAIL."""
+    """Return True at debug level DETAIL: the ranks compare each collective before it runs."""
     return bool(c10d.get_debug_level() == c10d.DebugLevel.DETAIL)
 
 
@@ -301,7 +326,10 @@ def compares() -> bool:
 
 
 def recorded_groups() -> dict[str, dict[str, str]]:
-    """Return Flight Recorder's counters by the backend's number, if it has gloo's; 0.05 ms."""
+    """Return Flight Recorder's counters of gloo by the number of the backend; takes 0.05 ms.
+
+    Return {} if this torch does not record gloo's collectives.
+    """
     if not RECORDS_GLOO:
         return {}
     dump = c10d._dump_fr_trace_json(False, False)  # type: ignore[attr-defined]  # noqa: FBT003
@@ -310,15 +338,18 @@ def recorded_groups() -> dict[str, dict[str, str]]:
 
 
 def recorded_collectives() -> Iterator[dict[str, Any]]:
-    """Yield Flight Recorder's entries, the newest first; takes 8 ms or more for a full recorder."""
+    """Yield Flight Recorder's entries of gloo, the newest first.
+
+    This takes 8 ms or more if Flight Recorder is full.
+    """
     if RECORDS_GLOO:
         yield from entries_in(c10d._dump_fr_trace_json(True, False))  # type: ignore[attr-defined]  # noqa: FBT003
 
 
 def entries_in(written: bytes) -> Iterator[dict[str, Any]]:
-    """Yield Flight Recorder's entries, the newest first.
+    """Parse Flight Recorder's entries in JSON, and yield them, the newest first.
 
-    Each entry is parsed when the caller takes it, because parsing all 2,000 takes long.
+    An entry is parsed only when the caller asks for it, because parsing all 2,000 takes long.
     """
     dump = written.decode()
     decoder, end = json.JSONDecoder(), len(dump)
@@ -330,23 +361,28 @@ def entries_in(written: bytes) -> Iterator[dict[str, Any]]:
 
 # --- ending gloo's waits for a message --------------------------------------------------------
 
-# Closing connections does not end a wait for a message from any rank. torch exports a method for
-# that, `RecvWork::abort`, which Python's `Work` lacks (torch 2.14). This method is called only if
-# the object behind a `Work` has the table of virtual methods of a `RecvWork`.
+# Closing connections does not end a wait for a message from any rank. torch's C++ library has a
+# method that ends it, `RecvWork::abort`, but the class `Work` in Python lacks the method (torch
+# 2.14). So nbdist calls it by ctypes, and first checks that the C++ object of a `Work` is a
+# `RecvWork`: that it begins with the address of this class's table of virtual methods.
 
 CPU_LIBRARY = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
 ABORT_RECEIVE = "_ZN4c10d16ProcessGroupGloo8RecvWork5abortEv"
 RECEIVES = "_ZTVN4c10d16ProcessGroupGloo8RecvWorkE"
 
-# HEAD is where an object of pybind11 has the address of its C++ object, which begins with the
-# address of its table of methods. The table has an offset and the type before FIRST_METHOD.
+# An object of pybind11 has the address of its C++ object at INSTANCE_HEAD. The C++ object begins
+# with the address of the first method in its class's table of virtual methods. In this table an
+# offset and the type come before the first method.
 INSTANCE_HEAD = object.__basicsize__
 FIRST_METHOD = 2 * ctypes.sizeof(ctypes.c_void_p)
 
 
 @cache
 def _receives() -> tuple[ctypes._NamedFuncPointer, int] | None:
-    """Return `RecvWork::abort`, and the address each `RecvWork` begins with; None if missing."""
+    """Return `RecvWork::abort`, and the address with which each `RecvWork` object begins.
+
+    Return None if torch's library lacks these symbols.
+    """
     try:
         library = ctypes.CDLL(CPU_LIBRARY)
         table = ctypes.addressof(ctypes.c_char.in_dll(library, RECEIVES))
@@ -358,14 +394,15 @@ def _receives() -> tuple[ctypes._NamedFuncPointer, int] | None:
 
 
 def can_end_receives() -> bool:
-    """Return True if `end_receive` works with this torch."""
+    """Return True if `end_receive` can end waits with this torch."""
     return _receives() is not None
 
 
 def end_receive(work: dist.Work) -> bool:
-    """Make the wait for a receive of gloo return False; any thread may call this.
+    """End the wait for a message of gloo: `work.wait()` then returns False.
 
-    Returns False if `work` is no receive of gloo, or if this torch cannot end the wait.
+    Any thread may call this. Returns False if `work` is no receive of gloo, or if this torch cannot
+    end the wait.
     """
     if (receive := _receives()) is None:
         return False

@@ -1,1 +1,1 @@
-"""The process group in each rank: formed, aborted and formed again, with its subgroups."""
+"""The process groups of a rank: code that forms the groups, aborts them and forms them again."""

@@ -1,9 +1,9 @@
-"""Keeps the world's group as torch's default group; names groups, and resets DDP and FSDP2 models.
+"""Keeps the world's group as torch's default group, and resets DDP and FSDP2 models.
 
 Nearly every tutorial calls `init_process_group` in its first lines and `destroy_process_group` in
-its last ones, and in a notebook both run again and again. So in a worker destroying the world's
-group only takes the group out of torch's tables. Putting the group back needs no message to other
-ranks, which may still have it. Runs in each rank.
+its last lines, and in a notebook both run again and again. So in a worker, destroying the world's
+group only takes the group out of torch's tables. A rank can put the group back without a message to
+other ranks, which may still have the group in their tables. `Group` uses this file in each rank.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ ID_LENGTH = 12  # characters of a task's id in a group's name: enough to tell ta
 
 
 class DefaultGroup:
-    """The world's group as torch's default group, which user code may destroy and initialise.
+    """Keeps the world's group as torch's default group, though user code may destroy the group.
 
-    This class also names new groups, so that a group's name is the same on all its members.
+    The class replaces `init_process_group` and `destroy_process_group`. It also names new groups,
+    so that a group's name is the same on all its members.
     """
 
     def __init__(self, timeout: timedelta) -> None:
         self.group: ProcessGroup  # set by `form`
         self.timeout = self._own_timeout = timeout
         self._has_printed_note = False
-        self._kept: list[ProcessGroup] | None = None  # in a forked child, the parent's groups
+        self._kept: list[ProcessGroup] | None = None  # the parent's groups, only in a forked child
         self._init, self._destroy = dist.init_process_group, dist.destroy_process_group
         self._wrap()
         self._task = ""
@@ -61,9 +62,9 @@ class DefaultGroup:
         return seam.subgroups_of(self.group) if self.is_in_place else {}
 
     def restore(self) -> bool:
-        """Make the world's group the default group again.
+        """Make the world's group the default group, if it is not.
 
-        Return True if another default group, made by user code, was destroyed for it.
+        Return True if another default group was destroyed, which user code had made.
         """
         if self.is_in_place:
             return False
@@ -74,7 +75,10 @@ class DefaultGroup:
         return is_other
 
     def begin_task(self, task_id: str) -> None:
-        """Make the world's group the default group again, and name new groups after this task."""
+        """Make the world's group the default group, and name new groups after this task.
+
+        If user code has made another default group, that group is destroyed, and a note is printed.
+        """
         seam.end_coalescing()
         self.name_after(task_id)
         if self.restore():
@@ -89,14 +93,17 @@ class DefaultGroup:
         self._destroy()
 
     def abandon_in_child(self) -> None:
-        """Forget all groups, and use torch's own functions; called in a forked child."""
-        # Keep the objects: their destructors would wait for threads that the child does not have.
+        """Forget all groups in a forked child, where torch's own functions are used from now on."""
+        # Keep the groups' objects: their destructors would wait for threads, which the child lacks.
         self._kept = [*seam.forget_all(self._destroy), self.group]
         self.name_after("")
 
     def form(self, start: WorkerStart, meeting: Any) -> None:
-        """Form the world's group in the store `meeting`; to form again, call `pop_groups` first."""
-        # Restored below, because each call of init_process_group wraps sys.excepthook again.
+        """Form the world's group; the ranks find each other in the store `meeting`.
+
+        If a default group exists, call `pop_groups` first.
+        """
+        # Each call of `init_process_group` wraps `sys.excepthook` once more: undo this below.
         excepthook = sys.excepthook
         self._backend, self._has_gpu = start.world.backend or "", start.device != "cpu"
         self._rank, self._size = start.rank, start.world.world_size
@@ -116,30 +123,36 @@ class DefaultGroup:
         self._entries = seam.entries_of(self.group)
 
     def pop_groups(self) -> list[ProcessGroup]:
-        """Destroy the groups that torch knows; return these groups and the world's group."""
+        """Destroy all groups in torch's tables; return these groups and the world's group."""
+        # Without a default group, user code has destroyed it, or an attempt to form it has failed.
         if not dist.is_initialized():
-            return [self.group]  # user code has destroyed the group, or forming another has failed
+            return [self.group]
         assert dist.group.WORLD is not None
-        default = dist.group.WORLD  # may be a group of user code
+        default = dist.group.WORLD  # may be a group that user code has made
         groups = {self.group, default, *seam.subgroups_of(default).values()}
         self._destroy()
         return [*groups]
 
     def name_after(self, task_id: str) -> None:
-        """Name new groups after this task from now on; for "" name them as torch does."""
+        """From now on name new groups after this task; with "" leave the names to torch.
+
+        Each task counts its groups from 1. So a rank that has missed a group in an earlier task
+        gives its next groups the same names as the other ranks.
+        """
         self._task = task_id[:ID_LENGTH]
         self._name_counts.clear()
 
     def _name(self, torch_name: str, ranks: Sequence[int], use_hashed_name: bool) -> str:  # noqa: FBT001
         if not self._task:
             return torch_name
-        # A group with a hashed name is made by its members alone, so the members count apart.
+        # For a hashed name, only the members of the group call this. So they count the groups with
+        # these members, as their counts of all groups may differ.
         prefix = f"{self._task}.{'_'.join(map(str, ranks))}" if use_hashed_name else self._task
         self._name_counts[prefix] += 1
         return f"{prefix}.{self._name_counts[prefix]}"
 
     def _wrap(self) -> None:
-        """Wrap torch's functions that make or destroy the default group, and its send and recv."""
+        """Replace torch's functions that make or destroy the default group, and send and recv."""
         signature = inspect.signature(self._init)
 
         @functools.wraps(self._init)
@@ -162,7 +175,9 @@ class DefaultGroup:
         if self._kept is not None:
             return self._init(*call.args, **call.kwargs)
         is_in_place = self.is_in_place
-        # Ranks have to pass the same store and world size, so that all of them decide the same.
+        # User code asks for another group if it passes a store or another size, or if it has made a
+        # default group already, for which torch raises. All ranks must pass the same store and
+        # size, so all of them decide alike.
         is_another = (
             dist.is_initialized()
             or arguments.get("store") is not None
@@ -184,7 +199,10 @@ class DefaultGroup:
         return None
 
     def _contradiction(self, arguments: Mapping[str, Any]) -> str:
-        """Return how a call asks for another group than the world's, with a remedy; else ""."""
+        """Return how a call of `init_process_group` contradicts the world's group, with a remedy.
+
+        Return "" if the world's group fits.
+        """
         size, rank = arguments.get("world_size", -1), arguments.get("rank", -1)
         if size not in (-1, self._size):
             return (
@@ -210,7 +228,11 @@ class DefaultGroup:
 
 
 def missing_backends(requested: str, existing: str) -> set[str]:
-    """Return the requested backends that `existing` lacks; "nccl2" is enough for "nccl"."""
+    """Return the requested backends that are not among the existing ones.
+
+    Backends are given as torch takes them, such as "cpu:gloo,cuda:nccl". A request for "nccl" is
+    met by "nccl2", too.
+    """
     requested_names, existing_names = (
         {part.rpartition(":")[2].strip() for part in backend.lower().split(",") if part}
         for backend in (requested, existing)
@@ -219,9 +241,9 @@ def missing_backends(requested: str, existing: str) -> set[str]:
 
 
 def warn_of_own_groups() -> None:
-    """Print a line once user code has made its first group in a worker of `--backend none`.
+    """In a worker of `--backend none`, print a note when user code has made its first group.
 
-    nbdist neither shows nor releases ranks that wait in such a group.
+    The note says that nbdist neither shows nor releases ranks that wait in this group.
     """
     init, has_printed = dist.init_process_group, False
 
@@ -245,9 +267,9 @@ def _print_note(text: str) -> None:
 
 
 def _checking_peer(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function like `dist.send` that raises if the default group lacks the other rank.
+    """Return a function like `dist.send` that raises ValueError for a rank that does not exist.
 
-    torch would wait for such a rank for ever.
+    torch would wait for this rank for ever.
     """
     name = "dst" if "send" in function.__name__ else "src"
 
@@ -255,7 +277,7 @@ def _checking_peer(function: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args: Any, **options: Any) -> Any:
         given = dict(zip(("tensor", name, "group"), args, strict=False)) | options
         peer = given.get(name, given.get(f"group_{name}"))
-        # In other groups torch itself looks up the rank by its number in the world.
+        # In other groups torch itself looks up the rank `dst` or `src`, and raises ValueError.
         is_world_group = given.get("group") in (None, dist.group.WORLD) and dist.is_initialized()
         if is_world_group and isinstance(peer, int):
             ranks = range(dist.get_world_size())
@@ -268,7 +290,7 @@ def _checking_peer(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_everywhere(function: Callable[..., Any], by: Callable[..., Any]) -> None:
-    """Replace a function in all modules of torch that have imported it, as `device_mesh` has."""
+    """Replace a function of torch in all modules of torch that have imported it."""
     name = function.__name__
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
@@ -278,30 +300,32 @@ def _replace_everywhere(function: Callable[..., Any], by: Callable[..., Any]) ->
 
 # --- DDP and FSDP2 models ---------------------------------------------------------------------
 
-# Bucket layouts of unpickled modules: DDP's log has only layouts that DDP has found out itself.
+# By module, bucket layouts that `set_bucket_layout` has set. DDP's own log lacks them: it has only
+# layouts that DDP itself has chosen.
 _given_layouts: WeakKeyDictionary[Any, list[list[int]]] = WeakKeyDictionary()
 
 
 def reset_interrupted_steps() -> None:
     """Reset this rank's DDP and FSDP2 models after a step was interrupted; call this on each rank.
 
-    DDP would take the next backward for a second one of the same iteration, and its buckets would
-    differ between ranks; FSDP2 keeps parameters gathered on some ranks alone.
+    DDP would count the next backward as part of the interrupted iteration, and its buckets would
+    differ between ranks. FSDP2 would keep parameters gathered on some ranks, but not on others.
     """
     for model in ddp_models():
         models_seam.reset_ddp_step(model)
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     for module in instances_of(fsdp) if fsdp else ():
-        with suppress(RuntimeError):  # the model waits for a collective that has failed
+        with suppress(RuntimeError):  # raised if the model waits for a collective that has failed
             models_seam.reset_fsdp_step(module)
 
 
 def move_models(before: ProcessGroup, after: ProcessGroup) -> None:
     """Move DDP modules from the group `before` to `after`, the new default group.
 
-    The modules get new reducers: after a first step a model has other buckets than before, and
-    ranks would add gradients of different parameters. Modules on stale groups raise from now on in
-    their forward, because their reducer calls the group in C++, where no call is checked.
+    The modules get new reducers, so that all ranks have the same buckets. A model that has made a
+    step has other buckets than a new model, and ranks would add gradients of different parameters.
+    A module on a stale subgroup (`refuse_stale`) raises an error in its forward from now on: its
+    reducer calls the group in C++, where no call can be checked.
     """
     for model in ddp_models():
         if model.process_group is before:
@@ -333,30 +357,35 @@ def instances_of(kind: type) -> Iterator[Any]:
 
 
 def bucket_layout(net: Any) -> list[list[int]]:
-    """Return the numbers of the parameters in each DDP bucket; empty if no layout is known yet.
+    """Return the numbers of the parameters in each bucket in which DDP reduces gradients.
 
-    With three ranks or more, the buckets decide the last bits of gradients.
+    With three ranks or more, the buckets decide the last bits of gradients. Return [] before DDP
+    has chosen its buckets, in the first step.
     """
     layout = models_seam.buckets_of(net)
     return _given_layouts.get(net, []) if layout is None else layout
 
 
 def set_bucket_layout(net: Any, layout: list[list[int]]) -> None:
-    """Set the buckets of a DDP module that was unpickled, if they fit the parameters."""
+    """Set the buckets of an unpickled DDP module, if the layout fits the module's parameters."""
     if models_seam.set_buckets(net, layout):
         _given_layouts[net] = layout
 
 
 # --- stale groups -----------------------------------------------------------------------------
 
-# torch's message if a mesh or a functional collective names a group that does not exist.
+# Matches torch's message if a mesh or a functional collective names a group that does not exist.
 UNKNOWN_GROUP = re.compile(r"Could not resolve the process group registered under the name (\S+)")
-_stale: dict[str, str] = {}  # by a group's name, the message of the error
+_stale: dict[str, str] = {}  # by the name of a stale group, the message for its user
 
 
 def refuse_stale(groups: Iterable[ProcessGroup], before: int, after: int) -> None:
-    """Make operations that Python calls on stale groups raise an error with both world sizes."""
-    if not _stale:  # wrap torch's methods only now, as each call then takes longer
+    """Make operations on these groups raise an error from now on: the groups are stale.
+
+    The groups were made before the world was scaled from `before` to `after` ranks. Only calls from
+    Python are checked, not calls from C++.
+    """
+    if not _stale:  # wrap torch's methods only if needed, since wrapped methods are slower
         for name in seam.OPERATIONS:
             if (operation := getattr(ProcessGroup, name, None)) is not None:
                 setattr(ProcessGroup, name, _checked(operation))
@@ -369,9 +398,10 @@ def refuse_stale(groups: Iterable[ProcessGroup], before: int, after: int) -> Non
 
 
 def stale_group_of(error: BaseException, tb: TracebackType | None) -> str:
-    """Return the message for a stale group if the group seems to have caused an error; else "".
+    """Return the message for a stale group, if such a group seems to have caused an error.
 
-    torch's message names the group, or the function that raised has the group as a variable.
+    This is so if torch's message names a stale group, or if the function that raised the error has
+    a stale group as a variable. Otherwise return "".
     """
     if not _stale or not isinstance(error, RuntimeError | ValueError):
         return ""

@@ -1,15 +1,16 @@
-"""The gloo backends of this worker: made on one device, connected again, and aborted.
+"""The gloo backends of a worker: makes, connects and aborts them.  `Group` uses this file.
 
 Gloo has no abort: a rank in a collective ignores signals until the timeout, and `abort` of
-ProcessGroupGloo ends no wait (torch 2.13 and later). Shutting down a backend's connections wakes
-every rank within milliseconds, with an error. So backends share one network device of gloo with one
-listening port, by which the connections that gloo has accepted are recognised.
+ProcessGroupGloo ends no wait (torch 2.13 and later). But if the connections of a backend are shut
+down, each waiting rank gets an error within milliseconds. So all backends share one network device
+of gloo, which listens on one port: by this port nbdist recognises the connections that gloo has
+accepted.
 
-From torch 2.14 on backends are made so that they can be connected again; this was done 260 times in
-a row (torch 2.15, two ranks) without another thread or descriptor.
+From torch 2.14 on, a backend can be connected again after an abort. This was done 260 times in a
+row (torch 2.15, two ranks), and left no further thread or descriptor.
 
 A wait for a message from any rank belongs to no connection. So importing this file replaces
-`Work.wait` by `wait`, which lists and times all waits; the probe finds a wait by its frame.
+`Work.wait` by `wait`, which keeps a list of all waits and measures their time.
 """
 
 from __future__ import annotations
@@ -37,15 +38,16 @@ from nbdist.worker.group.stores import AbortableStore, Meeting, run_with_timeout
 from nbdist.worker.process import CELL_TIMES, BadEnvironment
 
 COLLECTIVE_TIMEOUT = 24 * 60 * 60.0
-"""Seconds for a collective, and to make a group: ranks wait while a rank is in the debugger.
+"""The timeout in seconds of a collective, and of making a group.
 
-torch's 30 minutes guard against hangs, which `nbdist.world.hangs` finds within seconds.
+It is long because all ranks wait while one rank is in the debugger. torch's 30 minutes are a guard
+against hangs, which `nbdist.world.hangs` finds within seconds.
 """
 
 GLOO_RENEWAL_TIMEOUT = 5.0
-"""Seconds for a backend to connect again, once all ranks have come.
+"""The timeout in seconds for a backend to connect again, once all ranks have come.
 
-gloo takes up to five times as long, which is still less than agents wait.
+gloo can take five times as long as it is told, which is still less than agents wait.
 """
 
 GLOO_THREADS = 2  # of a backend, as in torch: with 1 a small all_reduce takes 1.7 times as long
@@ -54,13 +56,13 @@ CONNECTION_CLOSED = re.compile(
     r"gloo/\S+\] .*(Connection (closed|reset) by peer|Broken pipe)"
     r"|waited (in the store|for a message) and was released"
 )
-"""Messages of gloo if connections have ended, and of nbdist if a wait was ended."""
+"""Matches messages of gloo about closed connections, and of nbdist about an aborted wait."""
 
 LACKS = re.compile(
     "out of memory|bad_alloc|"
     + "|".join(map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM)))
 )
-"""Messages of C code and Python if this process has reached a limit of its own."""
+"""Matches messages of C code and Python that this process has reached a limit of its own."""
 
 NO_THREAD = re.compile(f"can't start new thread|{os.strerror(errno.EAGAIN)}")
 
@@ -68,33 +70,40 @@ TIMED_OUT = re.compile(
     r"gloo/transport/.* Timed out waiting|timeout caused pair closure"
     r"|gloo/\S+\] .*(Connection timed out|No route to host|Network is unreachable)"
 )
-"""Messages of gloo if a collective took too long, or TCP has given up: connections end then."""
+"""Matches messages of gloo that a collective took too long, or that TCP gave a connection up.
+
+In both cases gloo closes its connections.
+"""
 
 RECEIVE_ABORTED = "Connection closed by peer: it waited for a message and was released"
 _OF_GLOO = (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
-_SOURCE_FOLDER = re.compile(r"/\S*/gloo/")  # the folder of gloo's sources when it was built
+_SOURCE_FOLDER = re.compile(r"/\S*/gloo/")  # a path in gloo's messages, from where gloo was built
 
 
 def connections_after(message: str) -> ConnectionLoss:
-    """Return "ended" or "timed out", as a message says of connections to other ranks; else ""."""
+    """Return what an error message says about the connections to other ranks.
+
+    Return "ended", "timed out", or "" for a message about something else.
+    """
     if CONNECTION_CLOSED.search(message):
         return "ended"
     return "timed out" if TIMED_OUT.search(message) else ""
 
 
 def is_between_ranks(error: Exception) -> bool:
-    """Return True if the cause of an error is between the ranks, and not in this process."""
+    """Return True if the cause of an error is between the ranks, and not in this process alone."""
     text = str(error)
     if NO_THREAD.search(text):
-        # Ranks share the limit of threads, but a limit of addresses is this process's own.
+        # No thread could be started. All ranks share the limit of threads, but if this process has
+        # a limit of addresses, that limit may be the reason.
         return resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
     is_between = isinstance(error, ConnectionError | dist.DistError | BadEnvironment)
     return (is_between or "gloo/" in text) and not LACKS.search(text)
 
 
 def reword(error: BaseException) -> None:
-    """If an exception is of gloo, replace its message by a plainer text."""
-    # Check the type first: `str` of a user's exception can raise anything.
+    """If an exception has a message of gloo, replace the message by a plainer text."""
+    # Call `str` only for torch's types, since `str` of a user's exception can raise anything.
     text = str(error) if type(error) in _OF_GLOO else ""
     if "gloo/" in text:
         error.args = (
@@ -105,16 +114,18 @@ def reword(error: BaseException) -> None:
 
 
 class Gloo:
-    """Makes gloo backends, reconnects backends, and aborts by shutting down all connections."""
+    """Makes and reconnects gloo backends, and aborts their collectives."""
 
     def __init__(self) -> None:
         self._device, self._port = _make_device()
         self._opened: set[int] = set()  # inodes of connections that gloo has opened
-        self.next_meeting: Meeting | None = None  # of the backend that nbdist makes next
-        # Renewable backends keep this store, whose `leading_to` chooses another meeting each time.
+        # Where the backend connects that is made next; None for a backend of user code.
+        self.next_meeting: Meeting | None = None
+        # A renewable backend keeps its store. So all get this store, which `leading_to` directs to
+        # another meeting each time that a backend connects.
         self.store = AbortableStore(Meeting(None))
-        # A lazy device connects in the first collective.  By then the store leads to another
-        # meeting, so backends of such a device cannot be renewed.
+        # A lazy device connects ranks only in the first collective, when the store no longer leads
+        # to the backend's meeting. So its backends cannot be renewed.
         is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() in ("1", "y", "yes", "true")
         self.renews = seam.RENEWS_GLOO and not is_lazy
         self._init = seam.when_gloo_is_made(self._make)
@@ -123,7 +134,7 @@ class Gloo:
         return f"<Gloo on port {self._port}, {self.store}>"
 
     def new(self, meeting: Meeting, rank: int, size: int, timeout: timedelta) -> Any:
-        """Make a backend that is in no group, and connect it."""
+        """Make and connect a backend that is not in a group yet."""
         self.next_meeting = meeting
         return ProcessGroupGloo(meeting.store, rank, size, timeout)
 
@@ -145,12 +156,12 @@ class Gloo:
         options: Any = None,
         enable_reconfigure: bool = False,  # from torch 2.14 on
     ) -> None:
-        """Make a backend, instead of `ProcessGroupGloo.__init__`, and connect it."""
-        # Only the first backend gets the meeting: with debug level DETAIL torch makes a second one.
+        """Make a backend and connect it; called in place of `ProcessGroupGloo.__init__`."""
+        # Use `next_meeting` only once: with debug level DETAIL torch makes a second backend.
         meeting, self.next_meeting = self.next_meeting, None
         if timeout is not None and not isinstance(timeout, timedelta):
             options = timeout
-        if options is not None:  # user code's options, for which torch's `__init__` is needed
+        if options is not None:  # user code has made these options, which only torch can use
             self._init(backend, store, rank, size, options)
             return
         if meeting is None:
@@ -167,7 +178,8 @@ class Gloo:
 
     def _connect(self, connect: Callable[[Any], None], meeting: Meeting) -> None:
         """Connect a backend; ConnectionResetError if the meeting is called off meanwhile."""
-        # In a thread: gloo would go on waiting for a rank that failed after giving its address.
+        # A meeting that can be called off needs a thread: gloo itself goes on waiting for a rank
+        # that has failed after it has written its address.
         with self._recording_opened():
             if meeting.cancel_path is None:
                 connect(meeting.store)
@@ -179,7 +191,10 @@ class Gloo:
 
     @contextmanager
     def _recording_opened(self) -> Iterator[None]:
-        """Record as gloo's the internet connections that are opened within this short context."""
+        """Record the connections that gloo opens within this context, for `connections`.
+
+        All internet sockets that appear meanwhile count as gloo's, so the context should be short.
+        """
         before = {*sockets()}
         self._opened &= {inode for _, inode in before}
         try:
@@ -191,17 +206,17 @@ class Gloo:
                         self._opened.add(inode)
 
     def abort(self) -> int:
-        """End all waits by shutting down all connections; return the number of connections.
+        """End all waits of this rank in gloo; return the number of connections that were shut down.
 
-        May be called from any thread.
+        Any thread may call this.
         """
         self.store.abort()
         ended = 0
         for connection in self.connections():
-            with suppress(OSError):  # the other rank has closed it
+            with suppress(OSError):  # raised if the other rank has closed the connection
                 connection.shutdown(socket.SHUT_RDWR)
                 ended += 1
-        # Waits for a message from any rank do not end with the connections.
+        # A wait for a message from any rank does not end with the connections.
         for each in tuple(_waits):
             each.is_over = True
             seam.end_receive(each.work)
@@ -217,14 +232,14 @@ class Gloo:
         for fd, inode in [*sockets()]:
             with suppress(OSError), borrowed(fd, inode) as listener:
                 if listener.getsockname()[1] == self._port:
-                    os.dup2(nothing, fd)  # not closed, as gloo's objects still use the number
+                    os.dup2(nothing, fd)  # gloo's objects still use the number: do not free it
         os.close(nothing)
 
     def connections(self) -> Iterator[socket.socket]:
-        """Yield the connections that gloo has accepted or opened; use each before the next one.
+        """Yield the connections that gloo has accepted or opened; each is valid until the next.
 
-        Each rank's abort shuts down accepted and opened connections: the rank at the other end may
-        hold its GIL, or its machine may be lost.
+        `abort` shuts down both kinds, and does not leave one kind to the rank at the other end: a
+        thread of that rank may hold the GIL, or its machine may be lost.
         """
         for fd, inode in sockets():
             with suppress(OSError), borrowed(fd, inode) as connection:
@@ -234,7 +249,7 @@ class Gloo:
 
 
 def _make_device() -> tuple[Any, int]:
-    """Make gloo's device as torch does; return it, and the port that it listens on."""
+    """Make a network device of gloo as torch does; return it and the port on which it listens."""
     before = set(sockets())
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     try:
@@ -247,7 +262,7 @@ def _make_device() -> tuple[Any, int]:
         why = f"gloo cannot use it ({one_line(str(error))})"
         if interface and interface not in interfaces:
             why = "this network interface does not exist"
-        # gloo's message does not name the variable.
+        # Name the variable, as gloo's own message does not.
         raise BadEnvironment(
             f"GLOO_SOCKET_IFNAME={interface}: {why}. This machine has {', '.join(interfaces)}; "
             "without the variable workers use lo."
@@ -274,7 +289,11 @@ def sockets() -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def borrowed(fd: int, inode: int) -> Iterator[socket.socket]:
-    """Give a duplicate of an internet socket; OSError for other kinds, or if the inode differs."""
+    """Return a context with a duplicate of an internet socket.
+
+    Raises OSError for a socket of another kind. Also raises OSError if the descriptor has another
+    inode by now, as the socket was closed.
+    """
     with socket.socket(fileno=os.dup(fd)) as connection:
         if connection.family not in (socket.AF_INET, socket.AF_INET6):
             raise OSError("no internet socket")

@@ -1,9 +1,9 @@
-"""The process group that all ranks of a world share: formed, aborted and formed again.
+"""A rank's side of the process group of the world: forms the group, aborts it, forms it again.
 
-If the group's connections have ended, its backend connects again; before torch 2.14 another backend
-takes its place. The group's object stays the same, so DDP modules, subgroups and meshes live on,
-unless the world's size changes. Runs in each rank: the main thread forms the group, the control
-thread aborts it and forms it again.
+After an abort the group's backend connects again; before torch 2.14 a new backend takes its place.
+The group's object stays the same, so DDP modules, subgroups and meshes can still be used, unless
+the world's size changes. In each worker the main thread forms the group, and the control thread
+aborts it and forms it again.
 """
 
 from __future__ import annotations
@@ -36,14 +36,21 @@ from nbdist.worker.group.stores import (
     TorchRendezvous,
 )
 
-ARRIVED = "arrived"  # the part of the store where a rank that joins later reports that it has come
-WORLD = "world"  # the world's group in the store; other groups have the names that torch gave them
-OF_NCCL = "/is "  # stands between a group's name and nccl's class, if its nccl backend is meant
+# Parts of the store's keys. New ranks of an old world report under `ARRIVED` that they have come.
+ARRIVED = "arrived"
+# The world's group meets under `WORLD`. Other groups meet under the names that torch gave them.
+WORLD = "world"
+# The nccl backend of a group meets under the group's name, `OF_NCCL` and the backend's name.
+OF_NCCL = "/is "
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSide:
-    """A group as this rank knows it; `group` is None if this rank has no object for the group."""
+    """The name and members of a group, and this rank's object for it.
+
+    `group` is None if this rank has no such object, since it was restarted after the group was
+    made.
+    """
 
     name: str
     members: Sequence[int]
@@ -52,7 +59,7 @@ class GroupSide:
 
 
 class Group:
-    """A worker's side of the world's group, and of every group made from it."""
+    """A worker's side of the world's group, and of all groups that user code has made from it."""
 
     def __init__(self, start: WorkerStart) -> None:
         self._start = start
@@ -66,7 +73,8 @@ class Group:
         if self._agent is None:
             self._file = seam.FileStore(start.store_path, start.world.world_size)
             self._file.set_timeout(timedelta(seconds=FORM_TIMEOUT))
-        # The same store in all generations, because `new_group` of user code uses it.
+        # This store stays the same whenever the group is formed again, because torch keeps it for
+        # the `new_group` of user code.
         self._shared = AbortableStore(Meeting(self._store_of(0, WORLD)))
         self._stand_ins: list[Any] = []
         self.is_whole = True
@@ -82,7 +90,7 @@ class Group:
         return f"<Group of {self._start.world.world_size}, {self._gloo}>"
 
     def begin_task(self, task_id: str) -> None:
-        """Put the world's group in place, and name new groups after this task."""
+        """Make the world's group the default group again, and name new groups after this task."""
         self.task_began_ns = time.time_ns()
         self._default.begin_task(task_id)
         if self._nccl is not None and (backend := nccl.nccl_of(self._default.group)) is not None:
@@ -95,7 +103,11 @@ class Group:
             self._agent.close()
 
     def abandon_in_child(self) -> None:
-        """Forget groups, and close gloo's listener and accepted connections in a forked child."""
+        """In a forked child forget all groups, and close sockets that the child has inherited.
+
+        These are gloo's listener, the connections that gloo has accepted, and idle connections to
+        the agent.
+        """
         self._default.abandon_in_child()
         self._gloo.abandon_in_child()
         if self._agent is not None:
@@ -104,7 +116,7 @@ class Group:
     def subgroup_members(self) -> dict[str, tuple[int, ...]]:
         """Return by name the members of the subgroups for which this rank has an object.
 
-        A group with gloo and nccl has two names.
+        A subgroup with both gloo and nccl has two entries, one for each backend.
         """
         members = {}
         for name, group in self._default.subgroups().items():
@@ -134,20 +146,20 @@ class Group:
 
     @property
     def uses_nccl(self) -> bool:
-        """Whether the world's group, and so other groups too, may use nccl for CUDA tensors."""
+        """Whether the world's group uses nccl for CUDA tensors; if so, other groups may, too."""
         return "nccl" in (self._start.world.backend or "")
 
     @property
     def nccl_error(self) -> str:
-        """The first error that an nccl backend reports; "" if no backend reports an error."""
+        """The error of an nccl backend of this rank; "" if no backend reports an error."""
         backends = self._nccl_backends()
         return next(filter(None, (nccl.adapter_of(each).error(each) for each in backends)), "")
 
     def wait_for_nccl(self, line: int) -> None:
-        """Wait at the end of a cell for nccl's collectives that the cell has begun.
+        """Wait, at the end of a cell, for the collectives of nccl that the cell has begun.
 
-        `line`, the number of the cell's last line, is shown meanwhile. Raises DistBackendError if
-        nccl has ended the collectives because of an error.
+        Meanwhile `line`, the number of the cell's last line, is shown as the rank's position.
+        Raises DistBackendError if nccl has ended the collectives because of an error.
         """
         adapters = {nccl.adapter_of(each) for each in self._nccl_backends()}
         entries = (entry for adapter in adapters for entry in adapter.pending())
@@ -158,7 +170,7 @@ class Group:
 
     @property
     def is_waiting_for_ranks(self) -> bool:
-        """Whether a thread waits to make a group, for ranks that have not come yet."""
+        """Whether a thread of this rank makes a group, and waits for ranks that have not come."""
         return any(store.has_waiting_thread for store in self._stores_with_waits)
 
     @property
@@ -169,13 +181,14 @@ class Group:
 
     # --- forming ------------------------------------------------------------------------------
 
-    # torch makes the default group with nbdist's gloo backend, in this generation's part of the
-    # store. A newcomer then connects the other ranks' groups, when they do and in their order.
+    # A generation is one attempt to form all groups; each has its own part of the store. torch
+    # makes the default group with a gloo backend of nbdist. A rank that joins later then connects
+    # the other groups at the same time as the other ranks, and in the same order.
 
     def form(self) -> None:
-        """Join the world's group, and wait until every rank has joined.
+        """Form the world's group, and wait until every rank has joined it.
 
-        Ranks of one machine mostly meet in a file, which needs no port and outlives rank 0.
+        Ranks of one machine mostly meet in a FileStore, which needs no port and outlives rank 0.
         """
         generation, joins = self._start.generation, self._start.joins
         self._use_store_of(generation, self._start)
@@ -189,15 +202,16 @@ class Group:
         """Make torch's default group of all ranks; its gloo backend connects in `meeting`."""
         start = self._start
         if start.sized_in > 1:
-            # The name is in the store's keys. A mesh of the earlier size must not find this group
-            # by an old name.
+            # Give the group a new name, which all ranks use in keys of the store. By the old name a
+            # mesh of the earlier size would find this group.
             self._default.name_after(f"sized{start.sized_in}")
         is_first = start.generation == 1
-        # torch would add prefixes to the keys, and survivors use keys without prefixes.
+        # Let the backend meet here, and not in the store that torch passes to it: torch's store
+        # adds prefixes to keys, and survivors use keys without prefixes.
         self._gloo.next_meeting = meeting
         try:
-            # Without comparing: torch's wrapper would meet in the store's keys of earlier
-            # generations.
+            # In later generations make the group without torch's wrapper that compares collectives:
+            # it would use keys of the store that an earlier generation has set.
             later = nullcontext() if self._nccl is None else self._nccl.connecting_later()
             with later, nullcontext() if is_first else seam.without_comparing():
                 self._default.form(start, self._shared)
@@ -205,22 +219,23 @@ class Group:
             self._gloo.next_meeting = None
         backend = None if is_first or not seam.compares() else seam.gloo_of(self._default.group)
         if backend is not None:
-            # At debug level DETAIL backends compare collectives; torch has made one that does not.
+            # At debug level DETAIL a backend must compare collectives, which torch's does not yet.
             comparing = self._comparing(backend, self._world, start.generation)
             seam.replace_gloo(self._default.group, comparing, start.generation)
         self._connect_own_nccl(start.generation)
 
     def resize(self, start: WorkerStart, newcomers: Sequence[int]) -> None:
-        """Form a default group of another size, as groups of torch keep their size for life.
+        """Form a new default group of another size: torch cannot change the size of a group.
 
-        Groups made from the old default group become stale; DDP modules are moved. Until all
-        newcomers have come the old group stays, and the resize can be called off.
+        Groups that user code has made before become stale (`refuse_stale`), and DDP modules get the
+        new group. Until all `newcomers` have come, the old group stays and the resize can be called
+        off.
         """
         path = cancel_file(start.cancel_path, start.generation)
         self._use_store_of(start.generation, start)
         arrivals = Meeting(self._store_of(start.generation, ARRIVED), cancel_path=path)
         AbortableStore(arrivals).wait([str(rank) for rank in newcomers])
-        # From here on the old group is gone, whether the ranks meet or not.
+        # From here on the old group cannot be used any more, even if forming the new group fails.
         self.abort()
         sizes = self._start.world.world_size, start.world.world_size
         default.refuse_stale(self._default.pop_groups(), *sizes)
@@ -235,26 +250,27 @@ class Group:
     # --- aborting, and forming again ----------------------------------------------------------
 
     def abort(self) -> int:
-        """End this rank's waits, in collectives and for ranks to make a group; from any thread.
+        """End this rank's waits, in collectives and while it makes a group.
 
-        Returns the number of gloo's connections and nccl's groups that were ended. Raises
-        AbortHangs.
+        Any thread may call this. Returns how many connections of gloo and groups of nccl were
+        ended. Raises AbortHangs if nccl's abort does not end.
         """
         self._shared.abort()
         return self._gloo.abort() + self._abort_nccl()
 
     def regroup(self, generation: int, groups: Mapping[str, tuple[int, ...]]) -> None:
-        """Connect every group again in place; all of its members do so at the same time.
+        """Connect every group of this rank again, so that the groups' objects can still be used.
 
-        `groups` has the members of all ranks' groups. Raises RuntimeError if the ranks do not come.
+        All ranks must call this at the same time. `groups` has by name the members of each group
+        that any rank has, except the world's. Raises RuntimeError if other ranks do not come.
         """
         limit = self._max_generations()
         if limit is not None and generation > limit:
             why = f"the group was rebuilt {limit - 1} times, which is all torch takes"
             raise dist.DistBackendError(why)
-        # Releases the GPU memory of nccl's groups, which may not have been aborted yet.
+        # Release the GPU memory of nccl's groups, which may not have been aborted yet.
         self._abort_nccl()
-        # Before new connections are made, so that waits for them can be aborted.
+        # Allow waits in the stores again. From now on another abort ends them.
         self._start_over()
         self._use_store_of(generation, self._start)
         self._connect(self._world, generation)
@@ -262,15 +278,18 @@ class Group:
         self._connect_others(generation, groups)
         default.reset_interrupted_steps()
         if self._nccl is not None:
-            # On some ranks alone, a step whose collectives were aborted went on to its end, and may
-            # have put gradients into other buckets.
+            # A step whose collectives were aborted may have gone on to its end on some ranks only.
+            # Then DDP has chosen other buckets there, so all ranks make their buckets again.
             default.renew_reducers()
-            # A communicator has 34 MB on the CPU, in the arena of the thread that made it.  After
-            # an abort the arena keeps part of them (NCCL 2.28): 9 MB more with each lost rank.
+            # A communicator has 34 MB on the CPU, in the memory arena of the thread that made it.
+            # The arena keeps 9 MB of them after each abort (NCCL 2.28), if it is not trimmed.
             trim_memory()
 
     def _max_generations(self) -> int | None:
-        """Return how often a group can be formed, counting the first time; None without a limit."""
+        """Return how often the world's group can be formed, counting the first time.
+
+        Return None if there is no limit.
+        """
         renews = self._gloo.renews and not seam.compares()
         backend = nccl.nccl_of(self._default.group)
         if backend is None:
@@ -283,10 +302,11 @@ class Group:
             store.start_over()
 
     def _connect_others(self, generation: int, groups: Mapping[str, tuple[int, ...]]) -> None:
-        """Connect the groups besides the world's in the order of names, so that ranks do not hang.
+        """Connect this rank's groups other than the world's.
 
-        If this rank has no object for a group, an unused backend stands in, since the other members
-        connect to all members.
+        All ranks connect their groups in the order of names. Otherwise two ranks could wait for
+        each other in different groups. If this rank has no object for a group, an unused backend
+        stands in, because the other members connect to all members.
         """
         subgroups = self._default.subgroups()
         self._stand_ins.clear()
@@ -300,9 +320,9 @@ class Group:
         """Connect a group's gloo backend again, or make a backend that takes its place."""
         backend = None if side.group is None else seam.gloo_of(side.group)
         if side.group is not None and backend is None:
-            return  # a group of nccl alone
+            return  # the group has no gloo backend, only nccl
         meeting, rank = self._meeting_of(side.name, generation), self._rank_in(side)
-        # A backend that compares first (debug level DETAIL) does not support connecting again.
+        # At debug level DETAIL the backend is torch's wrapper, which cannot connect again.
         if self._gloo.renews and getattr(backend, "supports_reconfigure", False):
             self._gloo.renew(backend, meeting, rank, len(side.members))
             return
@@ -315,7 +335,10 @@ class Group:
         seam.replace_gloo(side.group, comparing, generation)
 
     def _comparing(self, backend: Any, side: GroupSide, generation: int) -> Any:
-        """Return the backend, or for debug level DETAIL one around it that compares collectives."""
+        """Return the backend itself, or at debug level DETAIL a wrapper around it.
+
+        Before each collective the wrapper compares the collective with those of the other ranks.
+        """
         if not seam.compares():
             return backend
         meeting = self._meeting_of(f"{side.name}/check", generation)
@@ -332,7 +355,7 @@ class Group:
             self._connect_nccl(side, generation)
 
     def _connect_nccl(self, side: GroupSide, generation: int) -> None:
-        """Connect a group's nccl backend, or a stand-in, in this generation's part of the store."""
+        """Connect a group's nccl backend, or make and connect an unused backend that stands in."""
         if self._nccl is None:
             return
         meeting = self._meeting_of(side.name, generation)
@@ -346,7 +369,10 @@ class Group:
             self._nccl.renew(side.group, meeting, seat, side.timeout)
 
     def _abort_nccl(self) -> int:
-        """Abort the collectives of all groups, from any thread; return the number of groups."""
+        """Abort nccl's collectives in all groups of this rank; return the number of groups.
+
+        Any thread may call this.
+        """
         if self._nccl is None:
             return 0
         backends = self._nccl_backends()
@@ -354,7 +380,7 @@ class Group:
         return len(backends)
 
     def _nccl_backends(self) -> list[Any]:
-        """Return the nccl backends of this rank's groups, and the nccl backends that stand in."""
+        """Return the nccl backends of this rank's groups, and those that stand in for groups."""
         groups = chain([self._default.group], self._default.subgroups().values())
         backends = chain(map(nccl.nccl_of, groups), self._stand_ins)
         return [each for each in backends if each is not None and each.name() in nccl.ADAPTERS]
@@ -362,11 +388,14 @@ class Group:
     # --- stores where ranks meet --------------------------------------------------------------
 
     def _use_store_of(self, generation: int, start: WorkerStart) -> None:
-        """Get this generation's store from torch's rendezvous, if the world uses one."""
+        """Get a new store from torch's rendezvous for this generation, with `--rdzv-backend`.
+
+        Other worlds use the same store in all generations.
+        """
         if self._rendezvous is not None:
             self._rendezvous.rank = start.rank
             self._file = self._rendezvous.join(generation, start.world.world_size)
-            # A renewal needs a store that can compare and set.
+            # Backends can be connected again only by a store that has `compare_set`.
             self._gloo.renews = self._gloo.renews and self._rendezvous.compares
             self._shared.meeting = Meeting(self._store_of(0, WORLD))
 
@@ -374,7 +403,7 @@ class Group:
         return side.members.index(self._start.rank)
 
     def _meeting_of(self, name: str, generation: int) -> Meeting:
-        """Return a meeting of a group's members, called off once the cancel file exists."""
+        """Return where the members of a group meet; the agent can call it off by a file."""
         path = cancel_file(self._start.cancel_path, generation)
         return Meeting(self._store_of(generation, name), generation, path)
 
@@ -382,6 +411,6 @@ class Group:
         prefix = f"generation{generation}/{name}"
         if self._agent is not None:
             new = AgentStore(self._agent, prefix, FORM_TIMEOUT)
-            # C++ keeps its own object of a store alive, but not the Python object: keep that here.
+            # Keep the Python object of the store: torch's C++ code keeps only the C++ object.
             return self._stores.setdefault(prefix, new)
         return seam.PrefixStore(prefix, self._file)

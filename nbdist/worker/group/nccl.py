@@ -1,9 +1,9 @@
 """Makes, connects and aborts nccl's backends, and reads collectives from Flight Recorder.
 
-nccl has an abort: its GPU kernels end, and code that waits for their stream goes on with
-meaningless results, so the main thread has to be interrupted too. torch's own watchdog must not act
-(`TORCH_NCCL_ASYNC_ERROR_HANDLING=0`, which workers start with). Runs in each rank; `Group` and the
-probe use this file, the probe also for gloo's collectives.
+nccl has an abort, which ends its GPU kernels. But code that waits for these kernels then goes on
+with meaningless results, so the main thread must be interrupted, too. torch's own watchdog must do
+nothing: workers start with `TORCH_NCCL_ASYNC_ERROR_HANDLING=0`. `Group` and the probe use this file
+in each rank. The probe also uses it for the collectives of gloo.
 """
 
 from __future__ import annotations
@@ -32,29 +32,36 @@ from nbdist.worker.group.default import instances_of
 from nbdist.worker.group.stores import AbortableStore, Meeting, run_with_timeout
 
 NCCL_START_TIMEOUT, NCCL_RENEWAL_TIMEOUT = 100.0, 25.0
-"""Seconds for all ranks to connect; agents wait 180 s for a start, and 30 s for healing."""
+"""Seconds for all ranks to connect nccl, at the start of a world and when it is healed.
 
-NCCL_ABORT_TIMEOUT, NCCL_WHOLE_ABORT_TIMEOUT = 10.0, 60.0
-"""Seconds until the next GPU kernel must end during an abort, and for the whole abort.
-
-Aborts have been seen to take for ever (NCCL 2.25). An abort takes 0.5 s, and for each GPU kernel in
-the queue the time to copy its data: 0.2 s for a gigabyte on an H200 that ranks share, and more if
-other programs use the GPU too.
+Both are less than agents wait: 180 s for a start, and 30 s for healing.
 """
 
-ABORT_STEP = 1.0  # seconds between two checks whether GPU kernels still end
+NCCL_ABORT_TIMEOUT, NCCL_WHOLE_ABORT_TIMEOUT = 10.0, 60.0
+"""Limits in seconds of an abort: until its next GPU kernel must end, and for the whole abort.
+
+Some aborts never end (seen with NCCL 2.25). A usual abort takes 0.5 s, and for each GPU kernel in
+the queue the time to copy the kernel's data. On an H200 that ranks share, this is 0.2 s for a
+gigabyte, and more if other programs use the GPU.
+"""
+
+ABORT_STEP = 1.0  # seconds between two checks whether an abort still makes progress
 
 
 class AbortHangs(RuntimeError):
-    """An abort did not end in time; only a new process can take part in the group again."""
+    """An abort of nccl did not end in time, so the group needs a new process for this rank."""
 
 
 class Nccl:
-    """Makes nccl2 backends that can be renewed; connects and aborts backends of nccl and nccl2."""
+    """Connects and aborts backends of both nccl classes, "nccl" and "nccl2".
+
+    Backends of nccl2 are made so that they can be connected again.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # nccl2 backends keep this store, whose `leading_to` chooses another meeting each time.
+        # An nccl2 backend keeps its store. So all get this store, which `leading_to` directs to
+        # another meeting each time that a backend connects.
         self.store = _Claimed(Meeting(None))
         self._connects_later = False
         self._aborting = threading.Lock()
@@ -63,7 +70,7 @@ class Nccl:
 
     @contextmanager
     def connecting_later(self) -> Iterator[None]:
-        """Within this context, make backends without connections: `connect` connects them later."""
+        """Within this context, do not connect new backends: the caller calls `connect` for them."""
         self._connects_later = True
         try:
             yield
@@ -72,7 +79,8 @@ class Nccl:
 
     def _make(self, create: Callable[[Any], Any], options: Any) -> Any:
         store, size, timeout = options.store, options.group_size, options.timeout
-        # torch splits a backend from another one if user code has bound its group to a device.
+        # If user code has bound its group to a device, torch splits a backend from an existing one.
+        # Such a backend is connected already.
         is_split = options.split_from is not None
         options.store = self.store
         with self.store.leading_to(Meeting(store, timeout=timeout.total_seconds())):
@@ -90,14 +98,14 @@ class Nccl:
             self.connect(backend, meeting, seat, NCCL_START_TIMEOUT)
 
     def seat(self, meeting: Meeting, members: Sequence[int], position: int) -> Seat:
-        """Return the place where the rank at this position of a group meets the other members."""
+        """Return the arguments with which a rank connects a backend, at a position of its group."""
         return Seat(meeting.store, members, position, meeting.number, self._device)
 
     def connect(self, backend: Any, meeting: Meeting, seat: Seat, timeout: float) -> None:
-        """Connect a backend once all ranks have come to the meeting.
+        """Connect a backend as soon as all ranks have come to the meeting.
 
-        An abort, or calling the meeting off, ends the wait. Connecting in the first collective
-        instead, as torch does, could not be aborted while ranks wait for a rank that has failed.
+        The wait ends if it is aborted, or if the meeting is called off. torch would connect in the
+        first collective. There a wait for a rank that has failed could not be aborted.
         """
         with self.store.leading_to(meeting):
             at_store = replace(seat, store=self.store)
@@ -105,7 +113,7 @@ class Nccl:
             run_with_timeout(ready, "connecting nccl", timeout, self.store.check_abort)
 
     def renew(self, group: ProcessGroup, meeting: Meeting, seat: Seat, timeout: timedelta) -> None:
-        """Connect a group's nccl backend again, or a new backend that takes its place."""
+        """Connect a group's nccl2 backend again; in place of a legacy backend connect a new one."""
         with self.connecting_later():
             backend = seam.adapter_of(seam.nccl_of(group)).renew(group, seat, timeout)
         self.connect(
@@ -113,7 +121,10 @@ class Nccl:
         )
 
     def stand_in(self, kind: str, meeting: Meeting, seat: Seat, timeout: timedelta) -> Any:
-        """Make and connect a backend for a group that this rank has no object for."""
+        """Make and connect a backend for a group for which this rank has no object.
+
+        The other members of the group can connect only if this rank connects, too.
+        """
         at_store = replace(seat, store=self.store)
         with self.connecting_later():
             backend = seam.ADAPTERS[kind].new("stand-in", at_store, timeout)
@@ -123,9 +134,9 @@ class Nccl:
         return backend
 
     def abort(self, backends: Sequence[Any]) -> None:
-        """Abort waits in the store and the backends' collectives.  Raises AbortHangs.
+        """Abort the collectives of backends, and waits of backends that connect.
 
-        May be called from any thread.
+        Any thread may call this. Raises AbortHangs if an abort does not end in time.
         """
         self.store.abort()
         with self._aborting:
@@ -141,10 +152,10 @@ class Nccl:
 
 
 def _progress_of(adapter: seam.Adapter) -> Callable[[], bool]:
-    """Return a function that, each time it is called, tells whether to wait longer for an abort.
+    """Return a function that returns True as long as an abort makes progress.
 
-    The function returns False once no collective has ended for `NCCL_ABORT_TIMEOUT` seconds, or
-    after `NCCL_WHOLE_ABORT_TIMEOUT` seconds.
+    It returns False if no collective has ended for `NCCL_ABORT_TIMEOUT` seconds, or if the abort
+    has taken `NCCL_WHOLE_ABORT_TIMEOUT` seconds.
     """
     pending, last_end = len(adapter.pending()), time.monotonic()
     deadline = last_end + NCCL_WHOLE_ABORT_TIMEOUT
@@ -155,7 +166,7 @@ def _progress_of(adapter: seam.Adapter) -> Callable[[], bool]:
         if pending < before:
             last_end = now
         elif not pending:
-            # A CUDA graph that has captured a collective keeps the communicator.
+            # The abort waits for CUDA graphs that have captured a collective: reset all graphs.
             for graph in instances_of(accelerator.graph()):
                 graph.reset()
         return now < min(deadline, last_end + NCCL_ABORT_TIMEOUT)
@@ -164,9 +175,10 @@ def _progress_of(adapter: seam.Adapter) -> Callable[[], bool]:
 
 
 class _Claimed(AbortableStore):
-    """Lets nccl2 claim a number in stores without compare and set (etcd).
+    """A store with a `compare_set` for nccl2, also if the store itself has none, as that of etcd.
 
-    `compare_set` is not atomic here, which is enough: only rank 0 calls it, once for each number.
+    This `compare_set` is not atomic. That is enough, because only rank 0 calls it, once for each
+    number that a group claims.
     """
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
@@ -174,16 +186,17 @@ class _Claimed(AbortableStore):
         return self.get(key)
 
 
-def wait_for_device(line: int) -> None:  # the probe reads `line`
-    """Wait until all work on the GPU is done; `line` of the cell is shown meanwhile."""
+def wait_for_device(line: int) -> None:  # the probe reads `line` in this function's frame
+    """Wait until all work on the GPU is done; meanwhile the rank is shown at `line` of the cell."""
     accelerator.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """The number of nccl's collectives that have begun and not ended, and the newest of them.
+    """How many collectives of nccl have begun and not ended, and the name of the newest of them.
 
-    `number` is the time when the newest was begun, in nanoseconds, which no other collective has.
+    `number` is the time when the newest was begun, in nanoseconds. So it differs between
+    collectives.
     """
 
     count: int = 0
@@ -192,14 +205,16 @@ class Pending:
 
 
 class UnderWay:
-    """Collectives that nccl has begun since the groups were last formed."""
+    """Reads from Flight Recorder the collectives of nccl since the groups were last formed."""
 
     def __init__(self, *, is_used: bool = True) -> None:
+        # By class of nccl, the first entry of Flight Recorder since the groups were last formed.
         self._first = dict.fromkeys(seam.ADAPTERS if is_used else (), 0)
-        self._before: dict[str, int] = {}  # by group, the last number before the groups were formed
+        # By group, the number of the last collective before the groups were last formed.
+        self._before: dict[str, int] = {}
 
     def pending(self) -> Pending:
-        """Return the collectives that have not ended, on the GPU or in its queue."""
+        """Return the count and the newest of the collectives that the GPU has not completed."""
         entries = [
             entry
             for name, first in self._first.items()
@@ -212,9 +227,9 @@ class UnderWay:
         return Pending(len(entries), int(newest["time_created_ns"]), operation_of(newest))
 
     def begun(self, since_ns: int) -> tuple[Begun, ...]:
-        """Return the last collectives since this time, the oldest of each nccl class first.
+        """Return the collectives that were begun since this time, at most the last `MAX_REPORTED`.
 
-        Sends and receives are left out.
+        The oldest collective of each nccl class comes first. Sends and receives are left out.
         """
         collectives: list[Begun] = []
         for name in self._first:
@@ -223,7 +238,7 @@ class UnderWay:
         return tuple(collectives[::-1])
 
     def last(self) -> Collective | None:
-        """Return the collective that was begun last; None if no collective was begun."""
+        """Return the collective of nccl that was begun last; None if there is none."""
         newest = [each for name in self._first for each in islice(self._collectives(name), 1)]
         if not newest:
             return None
@@ -232,13 +247,13 @@ class UnderWay:
         return Collective(begun.name, begun.number, begun.is_done, entry["time_created_ns"])
 
     def _collectives(self, name: str) -> Iterator[Mapping[str, Any]]:
-        """Yield the collectives of a class of nccl, newest first, without sends and receives."""
+        """Yield the entries of one nccl class, newest first, without sends and receives."""
         recorded = seam.ADAPTERS[name].recorded()
         new = takewhile(lambda entry: entry["record_id"] >= self._first[name], recorded)
         return (entry for entry in new if not entry["is_p2p"])
 
     def start_over(self) -> None:
-        """Leave out collectives that have begun so far, as the groups are being rebuilt."""
+        """Leave out the collectives that have begun so far; called while the groups are rebuilt."""
         for name in self._first:
             adapter = seam.ADAPTERS[name]
             for entry in adapter.recorded():
@@ -248,13 +263,14 @@ class UnderWay:
                     self._before[group] = max(self._before.get(group, 0), number)
 
     def _begun(self, entry: Mapping[str, Any]) -> Begun:
-        """Return an entry as `Begun`, in a group `NAME nccl`, because gloo has its own numbers.
+        """Return an entry of Flight Recorder as `Begun`.
 
-        Numbers begin again whenever the groups are formed.
+        The group is called `NAME nccl`, because a group's gloo backend has its own numbers. Numbers
+        begin again whenever the groups are formed.
         """
         begun = begun_of(entry)
         number = begun.number - self._before.get(begun.group, 0)
-        # An entry is retired only after a watchdog has seen that it was completed on the GPU.
+        # A completed entry is retired only later, after a watchdog has seen the completion.
         is_done = begun.is_done or entry["state"] == "completed"
         return replace(begun, group=f"{begun.group} nccl", number=number, is_done=is_done)
 
@@ -262,17 +278,22 @@ class UnderWay:
 # --- gloo's collectives, by torch's Flight Recorder -----------------------------------------------
 
 MAX_REPORTED = 64
-"""The most collectives that are reported: mismatched ranks are rarely further apart."""
+"""The most collectives of a rank that are reported to the agent.
 
-# Collectives in which sizes may differ between ranks; nccl2 uses the second name.
+If ranks do not match, the collectives to compare are rarely further apart.
+"""
+
+# Collectives in which the ranks' tensors may have different sizes. "all_to_all_single" is nccl2's
+# name.
 UNEVEN = {"all_to_all", "all_to_all_single"}
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The numbers of collectives that a backend has begun, and that seem not to have ended.
+    """How many collectives a backend has begun, and how many seem not to have ended.
 
-    `unfinished` may be too high: if two collectives end at once, the lower number can come last.
+    torch reports only the number of the collective that ended last. If two end at once, this can be
+    the lower number, and then `unfinished` is too high.
     """
 
     begun: int = 0
@@ -280,11 +301,11 @@ class Counts:
 
 
 class Recording:
-    """Collectives of gloo's backends since the groups were last formed.
+    """Reads from Flight Recorder the collectives of gloo since the groups were last formed.
 
-    torch counts a collective, may wait for the GIL, and then records the collective: in between the
-    record lacks the newest. So a result is kept for later only if all counted collectives have
-    ended.
+    torch first counts a collective and then records it, and may wait for the GIL in between.
+    Meanwhile the record lacks the newest collective. So results are kept for later calls only if
+    all counted collectives have ended.
     """
 
     def __init__(self) -> None:
@@ -294,24 +315,25 @@ class Recording:
         self._kept_begun: tuple[object, tuple[Begun, ...]] | None = None
 
     def start_over(self) -> None:
-        """Leave out collectives that have begun so far, as the groups are being rebuilt."""
-        # Flight Recorder goes on counting, and never marks a failed collective as completed (2.13).
+        """Leave out the collectives that have begun so far; called while the groups are rebuilt."""
+        # Flight Recorder does not begin again: its counts go on, and it never marks a failed
+        # collective as completed (torch 2.13).
         self._kept_last = self._kept_begun = None
         self._before = torch_seam.recorded_groups()
         self._first = next((e["record_id"] + 1 for e in torch_seam.recorded_collectives()), 0)
 
     def counts(self) -> dict[str, Counts]:
-        """Return counts for the backends in use, by the backend's number."""
+        """Return, by the number of a backend, how many collectives it has begun and not ended."""
         by_number, unknown = {}, set()
         for number, status in torch_seam.recorded_groups().items():
             before, begun = self._before.get(number), int(status["last_enqueued_collective"])
             done = "last_completed_collective"
-            counts = Counts(begun, begun - max(0, int(status[done])))  # -1 for none completed
+            counts = Counts(begun, begun - max(0, int(status[done])))  # -1 if none has completed
             if before is None:
                 by_number[number] = counts
             elif torch_seam.RENEWS_GLOO:
-                # The counters are right again once the reconnected backend has completed a
-                # collective.
+                # torch's counters of a backend that was reconnected are wrong until the backend has
+                # completed a collective. Until then count the entries.
                 if status[done] != before[done] and counts.unfinished >= 0:
                     by_number[number] = counts
                 else:
@@ -326,11 +348,11 @@ class Recording:
     def newest_pending(self, counts: Mapping[str, Counts]) -> str:
         """Return the name of the newest collective that has not ended; "" if there is none."""
         if _have_ended(counts):
-            return ""  # asking for all entries takes a thousand times as long
+            return ""  # reading the entries would take a thousand times as long as the counters
         return next((operation_of(entry) for entry in self._entries() if not entry["retired"]), "")
 
     def begun(self, counts: Mapping[str, Counts], since_ns: int) -> tuple[Begun, ...]:
-        """Return the last collectives since this time, the oldest first."""
+        """Return the last collectives of gloo since this time, the oldest first."""
         if self._kept_begun is None or self._kept_begun[0] != (counts, since_ns):
             of_cell = takewhile(lambda e: e["time_created_ns"] >= since_ns, self._entries())
             collectives = tuple(begun_of(entry) for entry in islice(of_cell, MAX_REPORTED))[::-1]
@@ -340,7 +362,10 @@ class Recording:
         return self._kept_begun[1]
 
     def last(self) -> Collective | None:
-        """Return the collective begun last, or None; takes 8 ms if Flight Recorder is full."""
+        """Return the collective of gloo that was begun last; None if there is none.
+
+        If Flight Recorder is full, this takes 8 ms.
+        """
         counts = self.counts()
         if self._kept_last is None or self._kept_last[0] != counts:
             collective, entry = None, next(self._entries(), None)
@@ -365,16 +390,17 @@ def _have_ended(counts: Mapping[str, Counts]) -> bool:
 
 
 def operation_of(entry: Mapping[str, Any]) -> str:
-    """Return a collective's name without backend and other rank: `all_reduce`, `recv`."""
+    """Return the name of a collective in a Flight Recorder entry: `recv` for `gloo:recv 0<-1`."""
     return re.sub(r"^\w+:| .*", "", entry["profiling_name"])
 
 
 def begun_of(entry: Mapping[str, Any]) -> Begun:
     """Return the fields of a Flight Recorder entry that are compared between ranks."""
     name = operation_of(entry)
-    # Only the root has the input of a scatter, and the output of a gather.
+    # Compare the tensors that all ranks have: only the root has the input of a scatter, and only
+    # the root has the output of a gather.
     side = "output" if name == "scatter" else "input"
-    # nccl's all_gather allows tensors of different sizes.
+    # In nccl's all_gather the ranks' tensors may have different sizes.
     is_uneven = name == "all_gather" and len({*map(tuple, entry["output_sizes"])}) > 1
     sizes = [] if is_uneven or name in UNEVEN else entry[f"{side}_sizes"]
     return Begun(

@@ -1,9 +1,10 @@
-"""The stores through which ranks find each other; all waits but torch's rendezvous can be aborted.
+"""The stores through which ranks find each other, written so that waits in them can be aborted.
 
-`new_group`, for one, waits in the store until the other members have come. FileStore waits in C++,
-which cannot be interrupted. But C++ also calls a store that is written in Python, whose exception
-ends the wait. A store in Python can poll more often too: a `new_group` of four ranks takes 9 ms
-less (2 cores, torch 2.13). Runs in each rank, on threads that make groups; any thread may abort.
+For example, `new_group` waits in the store until the other members have come. torch's FileStore
+waits in C++, which nothing can interrupt. But torch also calls a store that is written in Python,
+and an exception of this store ends the wait. A store in Python can also poll more often: a
+`new_group` of four ranks takes 9 ms less (2 cores, torch 2.13). Only a wait in torch's rendezvous
+cannot be aborted. The stores are used in each worker, by the threads that make groups.
 """
 
 from __future__ import annotations
@@ -34,25 +35,29 @@ from nbdist.worker.compat.torch import PrefixStore, Store
 from nbdist.worker.process import SOCKET_READ_SIZE, BadEnvironment, is_ready
 
 FIRST_STEP, LONGEST_STEP = 0.001, 0.02
-"""Seconds between two polls: short at first, as ranks often come at once, then longer."""
+"""Seconds between two polls: short at first, as all ranks often come at once, then longer."""
 
-STORE_POLL_INTERVAL = 0.02  # seconds after which a wait checks whether it was ended
+STORE_POLL_INTERVAL = 0.02  # seconds after which a wait checks whether it was aborted
 
 FORM_TIMEOUT = 120.0
 """Seconds for all ranks to form the world's group; torch's own default is 10 to 30 minutes."""
 
-LookOver = Callable[[], None]  # raises an exception to end a wait
+LookOver = Callable[[], None]
+"""A function that a wait calls repeatedly; it raises an exception to end the wait."""
 
 STORE_WAIT_ABORTED = "Connection closed by peer: it waited in the store and was released"
-"""The message if a wait in the store is aborted; it begins as gloo's message for an abort does."""
+"""The message if a wait in the store is aborted.
+
+The message begins like that of gloo after an abort, so that both are recognised alike.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The store in which the members of a group meet, and how many seconds they wait there.
+    """The store in which the members of a group wait for each other, for `timeout` seconds.
 
-    `number` must be new in this store, such as the group's generation. The meeting is called off
-    as soon as the file `cancel_path` exists.
+    `number` must be new in this store, such as the number of a generation. The meeting is called
+    off as soon as the file `cancel_path` exists; without a path it cannot be called off.
     """
 
     store: Any
@@ -68,10 +73,11 @@ def run_with_timeout(
     check_abort: LookOver = lambda: None,
     may_extend: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Call `connect`, which waits in C++ for other ranks; DistBackendError if it takes too long.
+    """Call `connect`, which may wait in C++, in a thread; DistBackendError if it takes too long.
 
-    The call gets `timeout` seconds more whenever `may_extend` returns True after them. An exception
-    of `check_abort` ends the wait too. The thread that runs `connect` is left behind then.
+    When `timeout` seconds have passed and `may_extend` returns True, the call gets as many seconds
+    more. An exception of `check_abort` ends the wait, too. If the wait ends early, the thread goes
+    on running. `what` names the call in messages.
     """
     done: Future[None] = Future()
 
@@ -95,12 +101,15 @@ def run_with_timeout(
 
 
 class _PythonStore(Store):
-    """A store in Python, in which each method that waits calls `awaited`."""
+    """A store in Python, all of whose waits are in the method `awaited`."""
 
     def awaited(
         self, keys: Sequence[str], timeout: timedelta | None, *, values: bool
     ) -> list[bytes]:
-        """Wait for all keys, and return their `values` if asked; DistStoreError at the timeout."""
+        """Wait until all keys are set; with `values` return their values, else [].
+
+        Raises DistStoreError at the timeout.
+        """
         raise NotImplementedError
 
     def get(self, key: str) -> bytes:
@@ -112,7 +121,7 @@ class _PythonStore(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         self.awaited(keys, timeout, values=False)
 
-    # C++ calls `deleteKey` and `getNumKeys` by these names (torch 2.13).
+    # torch's C++ code calls these two methods by their names in C++ (torch 2.13).
 
     def deleteKey(self, key: str) -> bool:
         return self.delete_key(key)
@@ -129,7 +138,7 @@ def _forward(name: str) -> Any:
 
 
 class AbortableStore(_PythonStore):
-    """Passes calls on to a meeting's store, but waits in Python, so that waits can be aborted."""
+    """Passes calls to the store of a meeting, but waits in Python, so that waits can be aborted."""
 
     set: Any = _forward("set")
     append: Any = _forward("append")
@@ -152,7 +161,10 @@ class AbortableStore(_PythonStore):
         return f"<AbortableStore {state if self._awaited else 'at rest'}>"
 
     def abort(self) -> None:
-        """Make each wait raise ConnectionResetError, later ones too; from any thread."""
+        """Make each wait raise ConnectionResetError, also later waits until `start_over`.
+
+        Any thread may call this.
+        """
         self._aborted.set()
 
     def start_over(self) -> None:
@@ -161,7 +173,10 @@ class AbortableStore(_PythonStore):
 
     @contextmanager
     def leading_to(self, meeting: Meeting) -> Iterator[None]:
-        """Within this context, pass calls to this meeting's store; other threads wait to enter."""
+        """Within this context, pass calls to the store of another meeting.
+
+        If another thread is in this context, wait until it has left.
+        """
         if not self._turn.acquire(timeout=meeting.timeout):
             raise RuntimeError("another thread is making a group, and does not come to an end")
         before, self.meeting = self.meeting, meeting
@@ -173,14 +188,17 @@ class AbortableStore(_PythonStore):
 
     @property
     def has_waiting_thread(self) -> bool:
-        """Whether a thread waits for keys that are not set yet; from any thread."""
+        """Whether a thread waits for keys that are not set yet; any thread may ask."""
         awaited = self._awaited
         return bool(awaited) and not self.check(awaited)
 
     def awaited(
         self, keys: Sequence[str], timeout: timedelta | None, *, values: bool
     ) -> list[bytes]:
-        """Wait for all keys; return their `values` if asked.  The probe looks for `awaited`."""
+        """Wait until all keys are set; with `values` return their values, else [].
+
+        The probe knows by the frame of this function that a thread waits in a store.
+        """
         store = self.meeting.store
         allowed = timedelta(seconds=self.meeting.timeout) if timeout is None else timeout
         self._awaited = keys
@@ -190,7 +208,8 @@ class AbortableStore(_PythonStore):
             inner = store
             while isinstance(inner, PrefixStore):
                 inner = inner.underlying_store
-            # Another AbortableStore that leads to an agent waits itself, and is aborted too.
+            # Do not poll an AbortableStore that leads to an AgentStore: it waits in its own way,
+            # and its waits are aborted together with these.
             if not (isinstance(inner, AbortableStore) and inner.has_extended_api()):
                 self._poll(keys, allowed)
             elif not values:
@@ -204,7 +223,7 @@ class AbortableStore(_PythonStore):
             self._awaited = ()
 
     def _poll(self, keys: Sequence[str], allowed: timedelta) -> None:
-        # torch's kNoTimeout is 0: wait for ever.
+        # A timeout of 0, torch's kNoTimeout, means to wait for ever.
         deadline, step = time.monotonic() + (allowed.total_seconds() or math.inf), FIRST_STEP
         while not self.check(keys):
             self._aborted.wait(step)
@@ -216,7 +235,7 @@ class AbortableStore(_PythonStore):
     def check_abort(self) -> None:
         """Raise ConnectionResetError if the store was aborted, or the meeting called off."""
         path = self.meeting.cancel_path
-        # No RuntimeError, because torch would wait again after some of them.
+        # Do not raise RuntimeError: after some of these torch would wait again.
         if self._aborted.is_set() or (path is not None and path.exists()):
             raise ConnectionResetError(STORE_WAIT_ABORTED)
 
@@ -235,23 +254,25 @@ class AbortableStore(_PythonStore):
 # --- the agent's store, for ranks of several machines ---------------------------------------------
 
 STORE_ANSWER_TIMEOUT = 30.0
-"""Seconds for an answer, added to the seconds that the operation may wait and to `silence`.
+"""Seconds for an answer of the agent, after which the agent counts as lost.
 
-After that time the agent counts as lost."""
+The seconds that the operation itself may wait, and `silence`, are added.
+"""
 
-MAX_IDLE_CONNECTIONS = 2  # idle connections that are kept for later
+MAX_IDLE_CONNECTIONS = 2  # idle connections that are kept for later requests
 LOST = "the agent that serves the world's store cannot be reached"
 STORE_IN_CHILD = "a process forked by the rank cannot use the world's store"
 
 
 class StoreConnections:
-    """Connections to the agent's socket, one for each thread that asks.
+    """Connections to the agent's socket for the store; each thread that asks uses another one.
 
-    If the agent is lost, each call of `ask` raises ConnectionError.  `silence` is how many seconds
-    the agent waits for a silent head.
+    If the agent is lost, each call of `ask` raises ConnectionError. `silence` is how many seconds
+    the agent waits for a silent head, while it cannot answer.
     """
 
-    # No lock: in a forked child, a thread that the child does not have may hold the lock.
+    # There is no lock: if another thread held the lock while the process was forked, nobody would
+    # release it in the child.
 
     def __init__(self, path: str, silence: float = 0.0) -> None:
         self._path = path
@@ -263,7 +284,7 @@ class StoreConnections:
         return f"<StoreConnections to {self._path}, {len(self._idle)} free>"
 
     def ask(self, operation: wire.Operation, check_abort: LookOver = lambda: None) -> Any:
-        """Return the agent's answer; ValueError if the agent refuses.
+        """Send an operation to the agent, and return the answer; ValueError if the agent refuses.
 
         An exception of `check_abort` ends the wait.
         """
@@ -275,7 +296,7 @@ class StoreConnections:
             connection = self._connect()
         try:
             answer = self._ask(connection, operation, check_abort)
-        except BaseException:  # KeyboardInterrupt too: an answer may be on its way
+        except BaseException:  # also KeyboardInterrupt: the late answer must not reach another call
             connection.close()
             raise
         if len(self._idle) < MAX_IDLE_CONNECTIONS:
@@ -287,7 +308,7 @@ class StoreConnections:
         return answer
 
     def close(self) -> None:
-        """Close idle connections, at the end of the worker or in a forked child."""
+        """Close the idle connections; called when the worker exits, and in a forked child."""
         with suppress(IndexError):
             while True:
                 self._idle.pop().close()
@@ -324,7 +345,10 @@ class StoreConnections:
 
 
 class AgentStore(_PythonStore):
-    """A store that asks the agent; all its keys begin with `prefix`, as in a PrefixStore."""
+    """The store of a world on several machines, which passes each operation to the agent.
+
+    All its keys begin with `prefix`, as in a PrefixStore.
+    """
 
     def __init__(self, agent: StoreConnections, prefix: str, timeout: float) -> None:
         super().__init__()
@@ -339,12 +363,12 @@ class AgentStore(_PythonStore):
         *,
         values: bool = True,
     ) -> list[bytes]:
-        """Wait for all keys, and return their `values` if asked; DistStoreError at the timeout.
+        """Wait until all keys are set; with `values` return their values, else [].
 
-        An exception of `check_abort` ends the wait.
+        Raises DistStoreError at the timeout. An exception of `check_abort` ends the wait, too.
         """
         allowed = self._timeout if timeout is None else timeout
-        # torch's kNoTimeout is 0: wait for ever.
+        # A timeout of 0, torch's kNoTimeout, means to wait for ever.
         deadline = time.monotonic() + (allowed.total_seconds() or math.inf)
         full_keys = tuple(map(self._key, keys))
         while True:
@@ -402,41 +426,42 @@ def _as_bytes(value: str | bytes) -> bytes:
 
 # --- the store of torch's own rendezvous, with `--rdzv-backend` -----------------------------------
 
-# torch's registry makes the handler, which may be of the user's packages (entry points
-# `torchrun.handlers`). Each rank takes part, under another name whenever the group is formed, so
-# that a new rank finds the others. torch's limits hold: c10d's store ends with the rank that hosts
-# the store and does not protect its contents; a wait for ranks cannot be aborted, only time out.
+# torch's registry makes the handler of a rendezvous, which may be of the user's packages (entry
+# points `torchrun.handlers`). All ranks take part in a rendezvous. Whenever the group is formed, it
+# has another name, so that new ranks and old ranks meet. torch's limits hold: the store of c10d
+# ends with the rank that hosts it, and anybody can read its contents. A wait for ranks cannot be
+# aborted, it can only time out.
 
-JOIN_TIMEOUT = 25  # seconds for all ranks to come; agents wait 30 s for healing
+JOIN_TIMEOUT = 25  # seconds for all ranks to come: less than the 30 s that agents wait for healing
 ETCD = {"etcd", "etcd-v2"}
-ETCD_TIMEOUT = 3  # seconds for an etcd to answer; its client asks four times
+ETCD_TIMEOUT = 3  # seconds for an etcd to answer; torch's client asks four times
 
 
 class NoStore(BadEnvironment, RuntimeError):
-    """The rendezvous has no store; the message, one line, says why."""
+    """The rendezvous has given no store; the message says why, in one line for the user."""
 
 
 class TorchRendezvous:
-    """A rank's part in a rendezvous of torch."""
+    """Takes part in torch's rendezvous for this rank, in a world with `--rdzv-backend`."""
 
     def __init__(self, spec: TorchStore, rank: int) -> None:
         self.compares = True
-        """Whether the store can compare and set a value; etcd's cannot."""
+        """Whether the store has `compare_set`; the stores of etcd do not."""
         self._spec, self.rank = spec, rank
-        # C++ keeps its own object of a store alive, but not the Python object: keep that here. The
-        # handler of etcd-v2 has a store below the one that it gives.
+        # Keep the Python objects of the stores: torch's C++ code keeps only the C++ objects. Keep
+        # the handlers, too: that of etcd-v2 has another store, which its store uses.
         self._kept: list[Any] = []
 
     def join(self, generation: int, size: int) -> Any:
-        """Wait until `size` ranks have joined, and return the store that they share.
+        """Wait until `size` ranks have joined the rendezvous, and return the store that they share.
 
-        Each `generation`, in which the world's group is formed once, has a rendezvous of its own.
-        Raises NoStore, also if ranks do not join in time.
+        The world's group is formed once in each `generation`, which has its own rendezvous. Raises
+        NoStore, also if ranks do not join in time.
         """
-        # Imported here: few worlds need it, and the import takes its time.
+        # Imported here, because few worlds need the module, and importing it takes long.
         from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
-        # Without this torch would open another port, for a store that is never used.
+        # Otherwise torch would open another port, for a store that is never used.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         spec = self._spec
         try:
@@ -456,7 +481,8 @@ class TorchRendezvous:
                 )
             )
             store = handler.next_rendezvous().store
-            # The handler would watch over the ranks: end it once all of them have the store.
+            # The handler itself watches the ranks, which is the agents' task here. So end the
+            # handler, once all ranks have got the store.
             if store.add("nbdist/parted", 1) == size:
                 store.set("nbdist/all", "")
             store.wait(["nbdist/all"])
@@ -467,7 +493,8 @@ class TorchRendezvous:
             why = one_line(str(error.__cause__ or error)) or type(error).__name__
             raise _no_store(spec, why) from error
         self._kept.append((handler, store))
-        try:  # torch has no other way to find out (2.15)
+        # Find out whether the store has `compare_set`; torch 2.15 tells it in no other way.
+        try:
             store.compare_set("nbdist/compared", "", "yes")
         except RuntimeError:
             self.compares = False
@@ -475,7 +502,7 @@ class TorchRendezvous:
 
 
 class _EtcdStore(AbortableStore):
-    """The store of an etcd; if the etcd does not answer, the error names the endpoint."""
+    """The store of an etcd, which raises NoStore with the endpoint if the etcd does not answer."""
 
     def __init__(self, store: Any, spec: TorchStore) -> None:
         super().__init__(Meeting(store))
@@ -494,7 +521,7 @@ def _no_store(spec: TorchStore, why: str) -> NoStore:
 
 
 def _ask_etcd(endpoint: str) -> None:
-    """Raise ConnectionError if no etcd answers: torch's client would ask for minutes."""
+    """Raise ConnectionError if no etcd answers; torch's own client would try for minutes."""
     connection = HTTPConnection(endpoint, timeout=ETCD_TIMEOUT)
     try:
         connection.request("GET", "/version")

@@ -1,9 +1,9 @@
-"""Ends the main thread's wait in a TCPStore that user code has made, when the rank is stopped.
+"""Ends the main thread's wait in a TCPStore that user code has made, so that Stop has an effect.
 
-C++ waits there for a key, or in the constructor for the other workers, and ignores signals.  The
-wait raises DistNetworkError if the connection to the store's server is shut down, also if the
-server is in the same process.  Importing this file replaces `TCPStore.__init__` by a function
-that records the stores' ports.  Runs in each rank: `end_wait` on the control thread.
+A TCPStore waits in C++ for a key, or in its constructor for the other workers, and ignores signals.
+The wait raises DistNetworkError if the connection to the store's server is shut down, even if the
+server is in the same process. Importing this file replaces `TCPStore.__init__` by a function that
+records the stores' ports. In each worker, the control thread calls `end_wait`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ else:
     POLLS, RECEIVES = {73}, {207}
 
 _ports = set[int]()
-"""Ports of the servers of the TCPStores that this process has made."""
+"""Ports of the servers of all TCPStores in this process."""
 
 
 def end_wait(frame: FrameType | None) -> None:
-    """End the main thread's wait in a store of user code, if it waits in one.
+    """If the main thread waits in a TCPStore of user code, end the wait.
 
-    `frame` is the innermost frame of the main thread.  The store cannot be used afterwards.
+    `frame` is the innermost frame of the main thread. The store cannot be used afterwards.
     """
     if frame is None or frame.f_code.co_filename == stores.__file__:
-        return  # the world's own store may be a TCPStore too; its waits are aborted
+        return  # the thread waits in the world's own store, whose waits are aborted in another way
     if frame.f_code is _init.__code__:
-        # The constructor asks the server every 10 ms, and sleeps in between.
+        # The constructor asks the server every 10 ms, and sleeps in between. So no system call
+        # shows the connection: find it by its port.
         port = frame.f_locals["port"]
         matches = [each for each in sockets() if _port_of(*each) == port]
     else:
@@ -49,7 +50,7 @@ def end_wait(frame: FrameType | None) -> None:
 
 
 def _init(self: TCPStore, *args: Any, **options: Any) -> None:
-    """Make a store, instead of `TCPStore.__init__`, and record its port."""
+    """Make a store and record its port; called in place of `TCPStore.__init__`."""
     port = options.get("port", args[1] if len(args) > 1 else 0)  # noqa: F841 (for `end_wait`)
     _make(self, *args, **options)
     _ports.add(self.port)
@@ -66,16 +67,17 @@ def _port_of(fd: int, inode: int) -> int | None:
 
 
 def _awaited_descriptor() -> int | None:
-    """Return the descriptor that the main thread's system call waits for; None without one."""
+    """Return the descriptor for which the main thread waits in a system call, or None."""
     try:
         number, *arguments = system_call()
         if int(number) in RECEIVES:
             return int(arguments[0], 16)
         if int(number) in POLLS and int(arguments[1], 16) == 1:
-            # Not by ctypes, which would crash: the call may have ended, and its memory may be gone.
+            # Read the argument by /proc. Reading the address by ctypes could crash the process, as
+            # the call may have ended, and its memory may be gone.
             with open("/proc/self/mem", mode="rb", buffering=0) as memory:
                 memory.seek(int(arguments[0], 16))
                 return int(struct.unpack("i", memory.read(4))[0])
-    except (OSError, ValueError, struct.error):  # no system call, or a call that has ended
+    except (OSError, ValueError, struct.error):  # the thread is in no system call any more
         pass
     return None
