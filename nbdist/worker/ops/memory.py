@@ -1,6 +1,7 @@
-"""Measures a rank's memory by variable, and releases tracebacks, shown values and caches.
+"""Measures the memory that a rank's variables hold, and releases memory that nothing needs.
 
-Runs in each rank: as ops of `%dist_memory`, and after a cell that ran out of memory.
+Runs in each worker: `memory` and `clean` are the ops of `%dist_memory`, and `account` explains the
+exception of a cell that ran out of memory.
 """
 
 from __future__ import annotations
@@ -32,27 +33,29 @@ from nbdist.worker.compat import accelerator
 from nbdist.worker.compat.models import parts_of
 from nbdist.worker.namespace import Context
 
-MAX_SHOWN = 12
+MAX_SHOWN = 12  # variables in a report
 
 
 class Peaks:
-    """Remembers how high the counters of peak memory were when the last cell began.
+    """Measures the peak of memory since the last cell began, on the CPU and on the GPU.
 
-    The counters are not reset, as user code may read them. So the peak of a cell is known only if
-    the peak is higher than all before; if not, the counter is an upper bound of the peak.
+    The counters of peak memory are not reset when a cell begins, as user code may read them. So a
+    cell's peak is known only if it is higher than all peaks before. If it is not, the counter is
+    an upper bound (`is_bound`).
     """
 
     def __init__(self) -> None:
         self._rss = self._on_gpu = 0
 
     def begin(self) -> None:
-        """Remember the counters; called when a cell begins."""
+        """Record the counters of peak memory; called when a cell begins."""
         self._rss, self._on_gpu = _peak_rss(), accelerator.peak_allocated()
 
     def memory(self, pss: int) -> Peak:
         """Return the peak of this process's memory, which is `pss` bytes now.
 
-        Memory that was in use at the peak, and is not now, counts as not shared.
+        Linux records only the peak of RSS, in which shared memory counts in full. So memory that
+        was in use at the peak and is not in use now counts as not shared.
         """
         peak = _peak_rss()
         return Peak(
@@ -70,25 +73,30 @@ PEAKS = Peaks()  # of this process
 
 # --- measuring --------------------------------------------------------------------------
 
-SEARCH_SECONDS = 2.0  # for a search; of a million tensors only those measured by then are shown
+# The limit of a search. If a rank has a million tensors, the report has those found by then.
+SEARCH_SECONDS = 2.0
 
 
 def memory(context: Context) -> Memory:
-    """Measure memory, its peak since the last cell began, and what names and tracebacks hold."""
+    """Measure this rank's memory, its peak, and the memory that variables and tracebacks hold."""
     return measure(context.shell, SEARCH_SECONDS)
 
 
 def measure(shell: Any, seconds: float, raised: BaseException | None = None) -> Memory:
-    """Measure memory, and for up to `seconds` search variables and tracebacks, also of `raised`."""
+    """Measure memory as a whole, and for up to `seconds` search what holds it.
+
+    The search goes through variables, then through tracebacks, also that of the exception `raised`,
+    and then through values that cells have shown.
+    """
     search, hidden, kept = Search(seconds), shell.user_ns_hidden, list[NameMemory]()
-    # Leave out IPython's own names; values that cells have shown are searched last.
+    # Leave out IPython's own names. The names of shown values come last, as `Out[n]`.
     names = {
         name: value
         for name, value in [*shell.user_ns.items()]
         if hidden.get(name) is not value and not LAST_VALUE.fullmatch(name)
     }
     shown = {f"Out[{n}]": value for n, value in [*shell.user_ns.get("_oh", {}).items()]}
-    with without_cycles():  # among millions of objects, collecting cycles would take long
+    with without_cycles():  # collecting garbage among millions of objects would take long
         variables = search.find_new(names)
         for error in last_errors(shell, raised):
             for where, local in locals_of(error):
@@ -130,31 +138,35 @@ def _peak_rss() -> int:
 
 # --- errors because memory is full ----------------------------------------------------------------
 
-ACCOUNT_SECONDS = 0.2  # to search names, before the cell is reported as finished
+ACCOUNT_SECONDS = 0.2  # the limit of the search: the cell's end is reported only after it
 MAX_NAMED_HOLDERS = 5
 LEAST_LISTED = 1 << 20  # bytes: deleting a smaller tensor would not help
 
-# Found in the message of torch's RuntimeError if an allocation failed.
+# Matches the message of a RuntimeError that torch raises if an allocation has failed.
 ALLOCATION_FAILED = re.compile(
     r"out of memory|not enough memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED", re.I
 )
 
 ADDRESS_RESERVE = 16 << 20
-"""Bytes of addresses, not of memory, that are released while a MemoryError is explained.
+"""Bytes of address space that are released while a MemoryError is explained; they use no memory.
 
-If nothing is free, CPython 3.11 searches for ever for the handler (exception_unwind of ceval.c).
+If no address is free, CPython 3.11 never finds the `except` block of a MemoryError, and searches
+for ever (exception_unwind in ceval.c).
 """
 _reserved: list[mmap.mmap] = []
 
 
 def reserve_addresses() -> None:
-    """Reserve `ADDRESS_RESERVE` bytes of addresses, if that many are free."""
+    """Reserve `ADDRESS_RESERVE` bytes of address space, if so many are free."""
     with suppress(OSError, MemoryError):
         _reserved.append(mmap.mmap(-1, ADDRESS_RESERVE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True if an allocation failed on the CPU or a GPU, in this exception or in a cause."""
+    """Return True if an exception or its cause says that an allocation has failed.
+
+    The allocation may have been on the CPU or on a GPU.
+    """
     while error is not None:
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             return True
@@ -165,7 +177,10 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def account(shell: Any, rank: int, error: BaseException) -> list[str]:
-    """Return lines on the use of memory; [] if `error` does not mean full memory, or on failure."""
+    """Return lines for the user on what uses the memory, if `error` says that memory is full.
+
+    Return [] for another error, and if too little memory is free to measure it.
+    """
     if not is_out_of_memory(error):
         return []
     while _reserved:
@@ -173,13 +188,13 @@ def account(shell: Any, rank: int, error: BaseException) -> list[str]:
     try:
         return account_lines(rank, measure(shell, ACCOUNT_SECONDS, error))
     except (MemoryError, OSError, RuntimeError):
-        return []  # too little memory is free to measure it
+        return []  # measuring has itself failed for lack of memory
     finally:
         reserve_addresses()
 
 
 def account_lines(rank: int, memory: Memory) -> list[str]:
-    """Return lines on how much memory is used, by what, and what could be released."""
+    """Return lines for the user: how much memory is used, and what holds it."""
     lines = [f"rank {rank}: {', '.join(_figure_texts(memory))}"]
     lines += _entry_lines(memory.held)
     if not memory.is_whole:
@@ -215,18 +230,18 @@ def _entry_lines(entries: Sequence[NameMemory]) -> list[str]:
 
 # --- search: tensors, arrays and other large values that names lead to, each storage once ---------
 
-# The search reads attributes of the user's objects, and calls only methods that torch, numpy,
-# pandas and Python's containers have; a class of the user may override such methods.
+# The search reads attributes of the user's objects. It calls only methods of torch, numpy, pandas
+# and Python's containers, which a class of the user may have overridden.
 
-LAST_VALUE = re.compile(r"_+|_\d+")  # names under which IPython keeps what cells have shown
-MAX_SEARCHED_OBJECTS = 100_000  # values that a search reads, even of a list with a million numbers
+LAST_VALUE = re.compile(r"_+|_\d+")  # names under which IPython keeps the values of cells
+MAX_SEARCHED_OBJECTS = 100_000  # objects that a search reads at most
 MAX_ENTRIES = 10_000  # entries of a container that are searched; fewer if time is short
-SEVERAL = 8  # tensors in a container above which all of them are shown as one entry
-MAX_LISTED_DEPTH = 8
+SEVERAL = 8  # if a container has more tensors, they are shown as one entry
+MAX_LISTED_DEPTH = 8  # attributes and indices in a shown name, such as `model.layers[0]`
 LEAST_INSIDE = 1 << 10
-"""Bytes from which on an array in an object is shown: objects of libraries have small arrays."""
+"""The least bytes of an array in an object that are shown: libraries' objects have small arrays."""
 
-LARGE_BYTES = 1 << 20  # size of a `bytes` object from which on it is shown
+LARGE_BYTES = 1 << 20  # the least size of a `bytes` object that is shown
 
 
 class _Several(list[Any]):
@@ -240,9 +255,10 @@ NOT_LOOKED_INTO = (
 
 
 class Search:
-    """Searches values for memory that they hold, for some seconds of processor time.
+    """Searches values for the memory that they hold, and finds each piece of memory once.
 
-    `results` has the memory found so far. `is_whole` is False if not everything was searched.
+    The search ends after some seconds of processor time. `results` has the memory found so far.
+    `is_whole` is False if not everything was searched.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -255,9 +271,10 @@ class Search:
         self._seen: set[int] = set()
 
     def find_new(self, names: Mapping[str, Any], where: str = "") -> list[NameMemory]:
-        """Search the values of names, the nearest first; return memory that was not found before.
+        """Search variables, and return the memory in them that was not found before.
 
-        `where` is appended to the names that are shown.
+        The values of the variables come first, then the objects in them, and so on. `where` is
+        appended to the names in the result.
         """
         count_before = len(self.results)
         queue = deque((name, value, 0) for name, value in dict(names).items())
@@ -279,7 +296,10 @@ class Search:
         return self._searched < MAX_SEARCHED_OBJECTS
 
     def _record(self, name: str, value: Any, depth: int) -> None:
-        """Record the memory that a value holds itself, or one entry for several tensors."""
+        """Record the memory of a value, without that of the objects in it.
+
+        For `_Several` record one entry for all its tensors.
+        """
         if isinstance(value, _Several):
             self._record_several(name, value)
         elif (entry := self._measure_new(name, value)) is not None:
@@ -288,7 +308,7 @@ class Search:
                 self.results.append(entry)
 
     def _record_several(self, name: str, tensors: _Several) -> None:
-        """Record a single entry for all tensors that were not found before, while time is left."""
+        """Record a single entry for all of these tensors that were not found before."""
         entries: list[NameMemory] = []
         for each in tensors:
             self._searched += 1
@@ -309,7 +329,7 @@ class Search:
             self.results += entries
 
     def _measure_new(self, name: str, value: Any) -> NameMemory | None:
-        """Return the memory that a value holds; None if that is nothing, or was found before."""
+        """Return the memory of a value; None if it has none, or if it was found before."""
         entry, address = _measure_value(name, value) or (None, 0)
         if entry is None or not entry.size or (entry.device, address) in self._storages:
             return None
@@ -317,7 +337,7 @@ class Search:
         return entry
 
     def _parts(self, value: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the values inside a value, each with the text that leads to it: `.grad`, `[0]`."""
+        """Yield the objects in a value, each with the end of its name, such as `.grad` or `[0]`."""
         if isinstance(value, NOT_LOOKED_INTO):
             return
         self._seen.add(id(value))
@@ -335,7 +355,8 @@ class Search:
             tensors = _Several(_tensors_in(value))
             has_several = len(tensors) > SEVERAL
             if has_several:
-                # A million tensors must not delay values that are as near as the container.
+                # One entry for all tensors: a million tensors in the queue would delay the search
+                # of all other objects.
                 yield "", tensors
             if isinstance(value, set | frozenset):
                 return
@@ -350,11 +371,11 @@ class Search:
 
 
 def _tensors_in(value: Any, depth: int = 1) -> Iterator[Any]:
-    """Yield the tensors of a container, and of containers in it down to this depth."""
+    """Yield the tensors in a container, and in containers inside of it down to `depth`."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and isinstance(value, list | tuple | set | frozenset | deque | dict):
-        # A copy, as a thread may change the container meanwhile.
+        # Iterate over a copy, as another thread may change the container meanwhile.
         for each in [*(value.values() if isinstance(value, dict) else value)]:
             yield from _tensors_in(each, depth - 1)
 
@@ -369,7 +390,10 @@ def own_attributes(value: Any) -> dict[str, Any]:
 
 
 def _measure_value(name: str, value: Any) -> tuple[NameMemory, int] | None:
-    """Return the memory that a value holds itself, and its address; None for unmeasured types."""
+    """Return the memory of a tensor, array, bytes object or pandas object, and its address.
+
+    Return None for an object of another type.
+    """
     if isinstance(value, torch.Tensor):
         return _measure_tensor(name, value)
     if isinstance(value, bytes | bytearray):
@@ -380,7 +404,7 @@ def _measure_value(name: str, value: Any) -> tuple[NameMemory, int] | None:
         whole: Any = value  # the value may be a view
         while isinstance(whole.base, np.ndarray):
             whole = whole.base
-        size = 0 if isinstance(whole, np.memmap) else whole.nbytes  # a file's memory
+        size = 0 if isinstance(whole, np.memmap) else whole.nbytes  # a memmap's data is in a file
         address = whole.__array_interface__["data"][0]
         return NameMemory(name, size, value.shape, str(value.dtype)), address
     pandas: Any = sys.modules.get("pandas")
@@ -392,7 +416,7 @@ def _measure_value(name: str, value: Any) -> tuple[NameMemory, int] | None:
 
 
 def _measure_tensor(name: str, tensor: torch.Tensor) -> tuple[NameMemory, int]:
-    """Measure the storage of a tensor; of a sharded tensor the part on this rank."""
+    """Return the memory and address of a tensor's storage; of a DTensor only this rank's part."""
     part: Any = tensor
     if hasattr(type(part), "to_local"):
         with torch.no_grad():
@@ -408,9 +432,10 @@ def _measure_tensor(name: str, tensor: torch.Tensor) -> tuple[NameMemory, int]:
 
 
 def last_errors(shell: Any, raised: BaseException | None = None) -> Iterator[BaseException]:
-    """Yield `raised`, exceptions that IPython and Python keep, and their causes and contexts."""
+    """Yield `raised` and the exceptions that IPython and Python keep, with causes and contexts."""
     result = shell.last_execution_result
-    # First the exceptions of the last cell: the shown one may be older, as BdbQuit is not shown.
+    # Begin with the exceptions of the last cell. The exception in `sys` may be of an earlier cell,
+    # since a BdbQuit of the last cell is not shown.
     of_cell = [] if result is None else [result.error_in_exec, result.error_before_exec]
     shown = [getattr(sys, name, None) for name in ("last_exc", "last_value")]
     waiting, seen_ids = [raised, *of_cell, *shown], set()
@@ -425,16 +450,18 @@ def last_errors(shell: Any, raised: BaseException | None = None) -> Iterator[Bas
 
 
 def locals_of(error: BaseException) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield place and variables of each function call in a traceback, the outermost first."""
+    """Yield the place and the variables of each function call in a traceback, outermost first."""
     for frame, line in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_flags & 0x1:  # a function: the variables of a cell are in the namespace
+        # Leave out the code of cells, whose variables are in the namespace.
+        if frame.f_code.co_flags & 0x1:
             yield f" in {frame.f_code.co_name}(), line {line}", {**frame.f_locals}
 
 
 def clean(context: Context) -> Cleaned:
-    """Drop tracebacks, IPython's `Out` and `_`, last values, cycles, torch's cached GPU memory.
+    """Release memory that no variable holds; return the memory before and afterwards.
 
-    Then free memory, also pinned memory, is given back to the machine.
+    Tracebacks, IPython's `Out` and `_`, the kept last values of cells and reference cycles are
+    dropped. Then free memory is returned to Linux, and GPU memory in torch's cache to the driver.
     """
     before, shell = _memory(), context.shell
     context.namespace.last_values.clean()
@@ -456,13 +483,15 @@ def clean(context: Context) -> Cleaned:
 def forget_errors(shell: Any, raised: BaseException | None = None) -> None:
     """Drop the last exception wherever Python and IPython keep it, with the variables of its calls.
 
-    Calls of `raised` lose their variables too, even if something keeps the exception or a frame.
+    The calls of `raised` lose their variables, too. The variables are released even if something
+    still refers to the exception or to a frame.
     """
     for error in [*last_errors(shell, raised)]:
         for frame, _ in traceback.walk_tb(error.__traceback__):
-            with suppress(RuntimeError):  # the call still runs
+            with suppress(RuntimeError):  # the call of this frame still runs
                 frame.clear()
-                # Reading `f_locals` replaces a copy of the variables that somebody has read before.
+                # If code has read `f_locals` before, the frame has a copy of its variables. Reading
+                # `f_locals` again empties the copy.
                 _ = frame.f_locals
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         if hasattr(sys, name):
@@ -474,5 +503,5 @@ def forget_errors(shell: Any, raised: BaseException | None = None) -> None:
 
 
 def _memory() -> tuple[int, int, int]:
-    """Return PSS and the GPU memory that is allocated and reserved: the fields of `Cleaned`."""
+    """Return PSS, and the allocated and the reserved GPU memory: the fields of `Cleaned`."""
     return pss_now(), accelerator.allocated(), accelerator.reserved()

@@ -1,6 +1,7 @@
-"""Ops that run user code as a cell does: a script, an executable, a function, the debugger.
+"""Ops that run user code other than cells: a script, an executable, a function, the debugger.
 
-They run in each rank. Scripts run as `python` runs them, but in the namespace of the cells.
+The kernel of each rank calls these ops. A script runs as `python` would run it, but its variables
+are bound in the namespace of the cells.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ from nbdist.worker.tracebacks import contents_of, failure_of, message_of
 
 WORKER_PREFIX = os.path.dirname(os.path.dirname(__file__)) + os.sep
 PYTHON_PREFIXES = tuple({prefix + os.sep for prefix in (sys.prefix, sys.base_prefix)})
-# Files of the calls before a script's own, which are left out of tracebacks.
+# Files whose calls come before those of a script. Such calls are left out of tracebacks.
 RUNNERS = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
-# Bytes of results after which `map_items` sends them, even if this rank has items left.
+# If the results have so many bytes, `map_items` sends them, even if this rank has items left.
 ENOUGH_RESULTS = 4 << 20
-# Seconds for an executable to exit after SIGINT, fewer than the worker itself has.
+# Seconds for an executable to exit after SIGINT; the agent gives the worker itself more time.
 SCRIPT_STOP_GRACE = 1.0
-_UNBOUND = object()  # the value of a name that is bound to nothing
+_UNBOUND = object()  # stands for the value of a name that is not bound
 
 
 class ScriptProblem(Problem):
@@ -59,7 +60,11 @@ class ScriptProblem(Problem):
 
 
 def script(context: Context, program: Script) -> None:
-    """Run a program to its end; raise ScriptProblem, or the exception that ended the program."""
+    """Run a script or executable to its end.
+
+    Raises ScriptProblem if it cannot run or its exit code is not 0. An exception that ends a script
+    is raised, too.
+    """
     first = (f"--local-rank={os.environ.get('LOCAL_RANK', '0')}",) if program.local_rank else ()
     args = (*first, *program.args)
     program = _with_local_path(program)
@@ -75,7 +80,10 @@ def script(context: Context, program: Script) -> None:
 
 
 def _with_local_path(program: Script) -> Script:
-    """Return the program with its path on this machine; ScriptProblem if its file is not found."""
+    """Return the program with the path of its file on this machine.
+
+    Raises ScriptProblem if this machine does not have the file.
+    """
     if not program.file or os.path.exists(program.file):
         return program
     if program.near and os.path.exists(program.near):
@@ -94,10 +102,10 @@ _running: list[Script] = []  # empty, or with the program that runs
 
 
 def spot(frames: Sequence[FrameType]) -> RankPosition | None:
-    """Return the innermost line of the running script, or of a module beside it.
+    """Return the position of the running script, or None if no script runs.
 
-    None if no script runs. For an executable, or if no call is in the script's own files, the
-    place has only the program's name.
+    The position is the innermost line in the script's own files (`_is_own`). For an executable, or
+    if no frame is in such a file, the position has only the name of the program.
     """
     program = next(iter(_running), None)
     if program is None:
@@ -113,7 +121,7 @@ def spot(frames: Sequence[FrameType]) -> RankPosition | None:
 
 
 def _is_own(file: str, program: Script) -> bool:
-    """Return True for the script's file, and for files in its folder except installed packages."""
+    """Return True for the script's file and files in its folder, except installed packages."""
     if file == program.file:
         return True
     below = file.removeprefix(program.root + os.sep)
@@ -129,8 +137,13 @@ def _is_own(file: str, program: Script) -> bool:
 
 
 def _run_python(shell: Any, program: Script, args: Sequence[str]) -> None:
-    """Run Python code between IPython's events of a cell; show an exception that is no exit."""
-    shell.last_execution_result = None  # so that `%dist_debug` finds the script's exception
+    """Run a Python script, and trigger IPython's events before and after it, as for a cell.
+
+    Show an exception that ends the script. If the script exits with another code than 0, raise
+    ScriptProblem.
+    """
+    # Otherwise `%dist_debug` would find the exception of an earlier cell.
+    shell.last_execution_result = None
     shell.events.trigger("pre_execute")
     try:
         shell.kernel.own_modules.forget_edited(partial(_is_own, program=program))
@@ -141,9 +154,9 @@ def _run_python(shell: Any, program: Script, args: Sequence[str]) -> None:
             how = f" with code {int(end.code)}" if isinstance(end.code, int) else f": {end.code}"
             raise ScriptProblem(f"{program.name} exited{how}") from None
     except BdbQuit:
-        raise  # the notebook shows a line for a debugger that was quit
-    except BaseException as error:  # KeyboardInterrupt too: shown as in a cell
-        _running.clear()  # from here on the exception is only shown
+        raise  # do not show it here: the notebook shows a line if the user has quit the debugger
+    except BaseException as error:  # also KeyboardInterrupt, which is shown as in a cell
+        _running.clear()  # the script itself has ended
         tb = error.__traceback__
         while tb is not None and tb.tb_frame.f_code.co_filename in RUNNERS:
             tb = tb.tb_next
@@ -154,8 +167,11 @@ def _run_python(shell: Any, program: Script, args: Sequence[str]) -> None:
 
 
 def _load(program: Script) -> tuple[CodeType, str, dict[str, Any]]:
-    """Return a program's code, its source, and names for its `__main__`; raises as python does."""
-    importlib.invalidate_caches()  # modules may have been written since the last import
+    """Return a script's code, its source, and special names such as `__file__` for its `__main__`.
+
+    Raises the exceptions that `python` raises, such as SyntaxError.
+    """
+    importlib.invalidate_caches()  # files of modules may have been written since the last import
     if program.kind == "file":
         with open(program.file, "rb") as file:
             data = file.read()
@@ -165,19 +181,25 @@ def _load(program: Script) -> tuple[CodeType, str, dict[str, Any]]:
     _, spec, code = runpy._get_module_details(program.name)  # type: ignore[attr-defined]
     sys.argv[0] = spec.origin
     source = getattr(spec.loader, "get_source", lambda _: None)(spec.name) or ""
-    if source:  # a compiled file can be out of date by less than a second
+    # Compile the source again: the .pyc file is out of date if the source was edited within the
+    # second in which it was last compiled.
+    if source:
         code = compile(source, spec.origin, "exec", dont_inherit=True)
     names = {"__file__": spec.origin, "__package__": spec.parent, "__spec__": spec}
     return code, source, names
 
 
 def _execute(code: CodeType, source: str, names: dict[str, Any], namespace: dict[str, Any]) -> None:
-    """Execute code as `__main__`; tracebacks show this source, even if the file is edited later."""
+    """Execute a script's code in the namespace of the cells.
+
+    `names` are bound only while the script runs. Tracebacks show the lines of `source`, even if the
+    file is edited later.
+    """
     file, lines = code.co_filename, source.splitlines(keepends=True)
     names |= {"__name__": "__main__", "__doc__": None}
     before = {name: namespace.get(name, _UNBOUND) for name in names}
     namespace.update(names)
-    # linecache does not compare an entry without a modification time with the file.
+    # The entry has no modification time, so linecache never reads the file again.
     linecache.cache[file] = (len(source), None, lines, file)
     stored = (each.argval for each in dis.get_instructions(code) if each.opname == "STORE_NAME")
     script_names.update(stored)
@@ -197,7 +219,7 @@ def _execute(code: CodeType, source: str, names: dict[str, Any], namespace: dict
 
 @contextmanager
 def _command_line(program: Script, args: Sequence[str]) -> Iterator[None]:
-    """Set `sys.argv` and the first entry of `sys.path` as python does for a program."""
+    """Within this context, `sys.argv` and the first entry of `sys.path` are as under `python`."""
     argv = sys.argv
     folder = os.path.dirname(program.file) if program.kind == "file" else os.getcwd()
     sys.argv = [program.name, *args]
@@ -212,10 +234,14 @@ def _command_line(program: Script, args: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _as_in_a_new_process() -> Iterator[None]:
-    """Let a script call `asyncio.run`, and set multiprocessing's start method, which works once."""
+    """Within this context, a script can call `asyncio.run` and `multiprocessing.set_start_method`.
+
+    `asyncio.run` would raise while the worker's own loop runs. The start method can be set only
+    once in a process, so it is reset afterwards, for the next script.
+    """
     before = multiprocessing.get_start_method(allow_none=True)
     worker_loop, script_loop = asyncio.get_running_loop(), asyncio.new_event_loop()
-    # From Python 3.14 on a thread has one current task, for all of its loops.
+    # Leave the worker's task: from Python 3.14 on a thread has one current task for all its loops.
     if (task := asyncio.current_task()) is not None:
         asyncio._leave_task(worker_loop, task)
     asyncio._set_running_loop(None)
@@ -235,9 +261,10 @@ def _as_in_a_new_process() -> Iterator[None]:
 
 
 def _run_executable(program: Script, args: Sequence[str]) -> None:
-    """Run an executable and wait for its exit.  Stop kills the executable and its child processes.
+    """Run an executable and wait for its exit.
 
-    The executable first has `SCRIPT_STOP_GRACE` seconds to exit. Children with own sessions stay.
+    After Stop, the executable has `SCRIPT_STOP_GRACE` seconds to exit. Then it is killed, with its
+    child processes. Children stay if they have a process group of Linux of their own.
     """
     before, argv = _group_pids(), [program.name, *args]
     try:
@@ -246,20 +273,20 @@ def _run_executable(program: Script, args: Sequence[str]) -> None:
         raise ScriptProblem(f"{program.name} could not be run: {error.strerror}") from None
     try:
         code = child.wait()
-    except BaseException as error:  # noqa: BLE001 (Stop too: no process may be left)
+    except BaseException as error:  # noqa: BLE001 (also Stop: no process may be left)
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             child.wait(timeout=SCRIPT_STOP_GRACE)
         for pid in _group_pids() - before:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         child.wait()
-        raise error.with_traceback(None) from None  # without the frames of the wait
+        raise error.with_traceback(None) from None  # users need not see nbdist's frames
     if code != 0:
         raise ScriptProblem(f"{program.name} {word_exit(code)}")
 
 
 def _group_pids() -> set[int]:
-    """Return the pids in this worker's process group of Linux, with its own."""
+    """Return the pids of all processes in this worker's process group of Linux."""
     group, pids = os.getpgrp(), set()
     for pid in psutil.pids():
         with suppress(ProcessLookupError):
@@ -270,8 +297,10 @@ def _group_pids() -> set[int]:
 
 # --- functions of the notebook, and the debugger -----------------------------------------
 
-READY_MODULES = ("torch", "dist")  # names of every worker that the caller's modules replace
-_left: dict[str, Any] = {}  # names that earlier calls have left bound, with their values
+# Modules that every worker binds. If the caller has bound other modules to these names, calls use
+# the caller's.
+READY_MODULES = ("torch", "dist")
+_left: dict[str, Any] = {}  # names that stayed bound after earlier calls, with their values
 
 
 def call(
@@ -280,11 +309,12 @@ def call(
     packed: Mapping[int, Payload],
     outdated: Mapping[int, Sequence[str]],
 ) -> Any:
-    """Call a function of the notebook with its arguments.
+    """Call a function of the notebook with its arguments, and return the result.
 
     `packed` has by rank the function, the arguments, and the variables of the caller's `__main__`
-    that the function uses.  `outdated` has by rank the names whose values on the rank are older
-    than the caller's: during the call the rank uses the caller's values.
+    that the function uses. `outdated` has by rank the names whose values on the rank are older than
+    the caller's. During the call the rank uses the caller's values for these names. `title` names
+    the function in messages.
     """
     function, args, kwargs = _receive_call(context, title, packed, outdated)
     with _as_in_a_cell(context):
@@ -300,12 +330,13 @@ def map_items(
     returns_errors: bool,
     is_elsewhere: bool,
 ) -> None:
-    """Call a function of the notebook with one item after another, until there are no more.
+    """Call a function of the notebook with one item of `World.map` after another.
 
-    `packed` and `outdated` are as in `call`, without arguments.  This rank requests items, and each
-    request has the results of earlier items.  If the notebook may be on another machine
-    (`is_elsewhere`), messages hold all results.  With `returns_errors` exceptions of the function
-    are results too; without, the first exception ends the task.
+    The rank requests items until the notebook has none left. Each request brings the results of
+    earlier items. The other parameters are as in `call`, without arguments in `packed`. If the
+    notebook may be on another machine (`is_elsewhere`), results are sent in messages and not in
+    shared memory. With `returns_errors` an exception of the function is a result, too. Without it,
+    the first exception ends the task.
     """
     function, _, _ = _receive_call(context, title, packed, outdated)
     ask: Callable[[Sequence[ItemOutcome]], InputReply] = context.shell.kernel.next_items
@@ -313,7 +344,7 @@ def map_items(
     outcomes: list[ItemOutcome] = []
     with _as_in_a_cell(context), ExitStack() as segments:
         while (reply := ask(outcomes)).text is not None:
-            segments.close()  # of the results that the notebook has now
+            segments.close()  # the notebook has read the results in these segments
             items.extend(reply.items)
             outcomes, size = [], 0
             while items and size < ENOUGH_RESULTS:
@@ -350,7 +381,7 @@ def _frames_of_result(context: Context, index: int, value: Any) -> list[Buffer]:
 def _pack_result(
     index: int, frames: Sequence[Buffer], segments: ExitStack, *, is_elsewhere: bool
 ) -> Payload:
-    """Pack a result in a message or in shared memory, which `segments` closes."""
+    """Pack a result for a message, or put a big one into shared memory, which `segments` closes."""
     if not is_elsewhere:
         payload, segment = pack_frames(frames)
         if segment is not None:
@@ -377,7 +408,10 @@ def _receive_call(
     packed: Mapping[int, Payload],
     outdated: Mapping[int, Sequence[str]],
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Receive a function and its arguments, and bind the names that it uses until the op ends."""
+    """Receive a function and its arguments, and bind the names that it uses until the op ends.
+
+    Return the function, its positional arguments and its keyword arguments.
+    """
     context.title = title
     arrived = context.namespace.receive_values(packed[context.rank])
     replaced = {*READY_MODULES, *outdated.get(context.rank, ())}
@@ -388,7 +422,10 @@ def _receive_call(
 
 @contextmanager
 def _as_in_a_cell(context: Context) -> Iterator[None]:
-    """Record changes of names, and show an exception that the user's code raises, as in a cell."""
+    """Within this context run user code as in a cell.
+
+    The names that the code binds and deletes are recorded, and an exception of it is shown.
+    """
     shell = context.shell
     with context.record_changes():
         try:
@@ -397,11 +434,11 @@ def _as_in_a_cell(context: Context) -> Iterator[None]:
             show(shell, exception_only=True)
             raise
         except BdbQuit:
-            raise  # the notebook shows a line for a debugger that was quit
-        except BaseException as error:  # KeyboardInterrupt too: shown as in a cell
+            raise  # do not show it here: the notebook shows a line if the user has quit
+        except BaseException as error:  # also KeyboardInterrupt, which is shown as in a cell
             tb = error.__traceback__
             while tb and tb.tb_next and tb.tb_frame.f_code.co_filename == __file__:
-                tb = tb.tb_next  # to the user's function
+                tb = tb.tb_next  # leave out the calls in this file, above the user's function
             show(shell, (type(error), error, tb), tb_offset=0)
             raise
         finally:
@@ -412,11 +449,12 @@ def _as_in_a_cell(context: Context) -> Iterator[None]:
 def lent_names(
     context: Context, names: Mapping[str, Any], replaced: Iterable[str] = READY_MODULES
 ) -> Iterator[None]:
-    """Bind names of the caller's `__main__` during a call, but keep names that the worker has.
+    """Bind names of the caller's `__main__` within this context, while a call runs.
 
-    Of the names that the worker has, only `replaced` get the caller's values, until the call ends.
-    If the call has bound names itself, by `global`, the caller's names stay bound, as the new
-    values may use them. The next call may replace them.
+    A name that the worker has bound itself keeps its value, unless the name is in `replaced`. After
+    the call the names are removed, and `replaced` names have the worker's values again. But if the
+    call has bound names itself, by `global`, the caller's names stay bound: the new values may use
+    them. The next call may replace them.
     """
     namespace, bound = context.names, {*context.bound}
     covered = {n: namespace[n] for n in replaced if n in names and n in namespace}
@@ -425,7 +463,7 @@ def lent_names(
         for name, value in names.items()
         if name in covered
         or name not in namespace
-        # Values that an earlier call has left may be replaced.
+        # The name has its value from an earlier call, and not from the worker.
         or namespace[name] is _left.get(name, _UNBOUND)
     }
     namespace.update(lent)
@@ -442,7 +480,10 @@ def lent_names(
 
 
 def debug(context: Context) -> bool:
-    """Debug the last exception until the user quits or presses Stop; False without an exception."""
+    """Debug the last exception of this rank until the user quits or presses Stop.
+
+    Return False if there is no exception.
+    """
     error = next(last_errors(context.shell), None)
     if error is None or error.__traceback__ is None:
         return False

@@ -1,8 +1,9 @@
 """Writes sharded tensors, their meshes and FSDP2 modules to a snapshot, and restores them.
 
-Pickled as usual, such values hold process groups.  So a mesh is written as a `Mesh`.  A DTensor is
-written as a number; the rank's shards are in another pickle, which other ranks may read.  A module
-is written as before `fully_shard`, with that call's arguments.  The snapshot ops use this module.
+Their usual pickles would contain process groups, which cannot be pickled. So a mesh is written as a
+`Mesh`, and a DTensor as a number. The rank's shards are in another pickle, which other ranks may
+read. A module is written as it was before `fully_shard`, with the arguments of that call. The
+snapshot ops use this module in each rank.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ USE_CHECKPOINT = "use torch.distributed.checkpoint"
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's shard of a DTensor on the mesh `of`, or on only its dimensions `dims`."""
+    """A rank's shard of a DTensor.
+
+    The DTensor is on the mesh `of`, or if `dims` are given, only on these dimensions of the mesh.
+    """
 
     of: Mesh
     dims: tuple[str, ...] | None
@@ -38,7 +42,7 @@ class Shard:
 
 @dataclass
 class Sharding:
-    """The arguments of `fully_shard` for a module, or for several that it sharded together."""
+    """The arguments of a call of `fully_shard`, for one module or for several together."""
 
     mesh: Any
     options: dict[str, Any]
@@ -50,16 +54,20 @@ class Sharding:
 
 @dataclass
 class Writer:
-    """Reduces the sharded objects of a pickle, and collects their shards and meshes."""
+    """Tells pickle how to write sharded objects, and collects their shards and meshes."""
 
     shards: list[Shard] = field(default_factory=list)
     meshes: set[Mesh] = field(default_factory=set)
-    # By id, each DTensor and its number: while it is kept, no other object gets its id.
+    # By id, each DTensor and its number. The DTensor is kept alive, so that no other object gets
+    # its id.
     _numbers: dict[int, tuple[Any, int]] = field(default_factory=dict)
     _shardings: dict[int, Sharding] = field(default_factory=dict)
 
     def reduce(self, value: Any) -> tuple[Any, ...]:
-        """Reduce a DTensor, a mesh or an FSDP2 module; NotImplemented for any other object."""
+        """Return how to pickle a DTensor, a mesh or an FSDP2 module, as `__reduce__` does.
+
+        Return NotImplemented for any other object.
+        """
         kind = type(value)
         if kind is dist_class("tensor", "DTensor"):
             return self._reduce_tensor(value)
@@ -70,7 +78,7 @@ class Writer:
         return cast("tuple[Any, ...]", NotImplemented)
 
     def _reduce_tensor(self, tensor: Any) -> tuple[Any, ...]:
-        # `pickle` starts again for overlapping storages, and then meets the tensor twice.
+        # If storages overlap, `pickle` starts again, and reduces the same tensor a second time.
         if id(tensor) not in self._numbers:
             self._numbers[id(tensor)] = tensor, len(self.shards)
             of, dims = self._mesh_and_dims(tensor.device_mesh)
@@ -108,7 +116,8 @@ class Writer:
 
 # --- restore ----------------------------------------------------------------------------
 
-# Parts of the snapshot that is being restored: meshes, DTensors, and modules to shard.
+# Of the snapshot that is being restored: the new meshes by their written form, the DTensors by
+# number, and the modules to shard.
 _meshes: dict[Mesh, Any] = {}
 _tensors: list[Any] = []
 Unsharded = tuple[Sharding, list[Any]]  # arguments of `fully_shard`, and the modules to shard
@@ -116,7 +125,10 @@ _unsharded: dict[int, Unsharded] = {}
 
 
 def meshes(_: Context, instead: Mapping[Mesh, Mesh]) -> None:
-    """Make a mesh for each key of `instead`, with the value as its layout; all ranks call this."""
+    """Make the meshes for a snapshot; all ranks must call this together.
+
+    For each mesh of the snapshot, a key of `instead`, make a mesh with the layout in the value.
+    """
     from torch.distributed.device_mesh import DeviceMesh
 
     forget()
@@ -127,9 +139,9 @@ def meshes(_: Context, instead: Mapping[Mesh, Mesh]) -> None:
 
 @contextmanager
 def restoring(tensors: Sequence[Any]) -> Iterator[Mapping[int, Unsharded]]:
-    """Let values that are unpickled in this context find these DTensors by number.
+    """Within this context, values that are unpickled find these DTensors by number.
 
-    Yields the modules that are unpickled, for `shard_modules`.
+    Yields the table of unpickled modules, which `shard_modules` must shard afterwards.
     """
     _tensors[:] = tensors
     _unsharded.clear()
@@ -140,29 +152,30 @@ def restoring(tensors: Sequence[Any]) -> Iterator[Mapping[int, Unsharded]]:
 
 
 def find_mesh(of: Mesh, dims: tuple[str, ...] | None) -> Any:
-    """Return the mesh that was made for `of`, or its part with the dimensions `dims`."""
+    """Return the new mesh for the snapshot's mesh `of`, or its part with the dimensions `dims`."""
     mesh = _meshes[of]
     return mesh if dims is None else mesh[dims]
 
 
 def find_tensor(number: int, requires_grad: bool, is_parameter: bool) -> Any:  # noqa: FBT001
-    """Return the snapshot's DTensor with this number, itself or in a new Parameter."""
+    """Return the snapshot's DTensor with this number, or a new Parameter with this DTensor."""
     if is_parameter:
         return torch.nn.Parameter(_tensors[number], requires_grad)
     return _tensors[number].requires_grad_(requires_grad)
 
 
 def fill_module(module: Any, state: tuple[dict[str, Any], Sharding | None]) -> None:
-    """Set a module's state; list the module for `shard_modules` if it was sharded."""
+    """Set an unpickled module's state; if the module was sharded, list it for `shard_modules`."""
     module.__setstate__(state[0])
     if (sharding := state[1]) is not None:
+        # Move the entry to the end of the table. Inner modules are unpickled before outer modules,
+        # and must be sharded before them.
         _, together = _unsharded.pop(id(sharding), (sharding, []))
-        # Inner modules have to be sharded before outer modules.
         _unsharded[id(sharding)] = sharding, [*together, module]
 
 
 def own_tensors(shards: Sequence[Shard]) -> list[Any]:
-    """Return DTensors made from this rank's own shards."""
+    """Make the snapshot's DTensors from this rank's own shards; needs no collective."""
     tensors = []
     for shard in shards:
         mesh = find_mesh(shard.of, shard.dims)
@@ -174,22 +187,23 @@ def own_tensors(shards: Sequence[Shard]) -> list[Any]:
 
 
 def shard_modules(unsharded: Sequence[Unsharded]) -> None:
-    """Call `fully_shard` on unpickled modules with its earlier arguments; all ranks call this."""
+    """Call `fully_shard` again on unpickled modules; all ranks must call this together."""
     for sharding, modules in unsharded:
         _shard(sharding, modules)
 
 
 def forget() -> None:
-    """Clear the tables of meshes and modules; restored values have references of their own."""
+    """Clear the tables of meshes and modules, which would keep the restored values alive."""
     _meshes.clear()
     _unsharded.clear()
 
 
 def _shard(sharding: Sharding, modules: Sequence[Any]) -> None:
-    """Shard modules with empty parameters, then set the restored parameters in their place.
+    """Shard modules with empty parameters, then put the restored parameters in their places.
 
-    The optimizer refers to the restored parameters.  FSDP2 uses them from its next forward on, as
-    after `load_state_dict(assign=True)`.
+    `fully_shard` would replace the restored parameters, to which the optimizer refers. FSDP2 uses
+    the parameters that are put in afterwards from its next forward on, as it does after
+    `load_state_dict(assign=True)`.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -215,7 +229,10 @@ def _shard(sharding: Sharding, modules: Sequence[Any]) -> None:
 
 
 def _parameters(module: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield module, name and parameter for all parameters outside of inner sharded modules."""
+    """Yield each parameter that `fully_shard` shards with a module, with its module and name.
+
+    Inner modules that were sharded by another call are left out.
+    """
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         yield module, name, parameter
     for inner in module.children():
@@ -224,7 +241,10 @@ def _parameters(module: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 def is_sharded(value: Any) -> bool:
-    """Return True for a DTensor in parts, and for a module or optimizer with sharded parameters."""
+    """Return True for a DTensor of which this rank has only a part.
+
+    Also return True for a module or optimizer with such parameters.
+    """
     if isinstance(value, torch.nn.Module):
         fsdp1 = dist_class("fsdp", "FullyShardedDataParallel")
         is_fsdp1 = any(isinstance(each, fsdp1) for each in value.modules())
@@ -245,7 +265,10 @@ def _is_shard(placement: Any) -> bool:
 
 
 def assembled_tensors(files: Mapping[int, Sequence[Shard]], source: int) -> list[Any]:
-    """Join a rank's DTensors from all ranks' shards, and shard them again; or raise ValueError."""
+    """Join the shards of all ranks' files to whole tensors, and shard them for this world.
+
+    The DTensors are those of the rank `source`. Raises ValueError if the shards cannot be joined.
+    """
     from torch.distributed.tensor import distribute_tensor
 
     tensors = []
@@ -258,12 +281,15 @@ def assembled_tensors(files: Mapping[int, Sequence[Shard]], source: int) -> list
         whole = _assembled([each[0].local for each in pieces], shard)
         mesh = find_mesh(shard.of, shard.dims)
         tensor = distribute_tensor(whole, mesh, shard.placements, src_data_rank=None)
-        tensors.append(tensor.detach().clone())  # a copy, so that `whole` is released
+        tensors.append(tensor.detach().clone())  # copy the part, so that `whole` can be freed
     return tensors
 
 
 def _assembled(pieces: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
-    """Join pieces in the order of the mesh, whose last dimension changes fastest."""
+    """Join the ranks' pieces of a tensor; they are in the order of the mesh's ranks.
+
+    In this order the last dimension of the mesh changes fastest, so it is joined first.
+    """
     for size, placement in reversed([*zip(shard.of.shape, shard.placements, strict=True)]):
         rows = [pieces[start : start + size] for start in range(0, len(pieces), size)]
         if _is_shard(placement):

@@ -1,8 +1,8 @@
-"""A rank's part of a snapshot: its variables and random states, in a file of its own.
+"""Ops that write and read a rank's file of a snapshot: its variables and random states.
 
-Ops in each rank, for `%dist_snapshot` and `%dist_restore`. The file has the frames of two pickles:
-of variables, and of shards of tensors. The notebook says which names to write, and keeps the files'
-digests; no value goes through the notebook.
+The kernel of each rank calls these ops, for `%dist_snapshot` and `%dist_restore`. A file has the
+frames of two pickles: the variables, and the shards of DTensors. The notebook chooses the names,
+and keeps the digests of the files, but no value goes through the notebook.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from nbdist.worker.namespace import Context, Taken
 from nbdist.worker.ops import sharded
 
 MAGIC = b"nbdist frames 1\n"
-CHUNK = 1 << 24  # bytes that are read or written before Stop is noticed
+CHUNK = 1 << 24  # bytes that are read or written at once; Stop has an effect only after them
 
 
 class Damaged(Exception):
-    """A file has other contents than were written; the message names the file."""
+    """A snapshot's file has other contents than were written; the message names the file."""
 
 
 def write_frames(path: Path, frames: Sequence[Buffer]) -> tuple[int, str]:
-    """Write frames to a new file; return its size and digest.  Raises OSError.
+    """Write frames to a new file that only this user can read; return its size and digest.
 
-    When this returns the file is on the disk, and only this user can read it.
+    The data is on the disk when this returns. Raises OSError.
     """
     views = [memoryview(frame).cast("B") for frame in frames]
     sizes = json.dumps([view.nbytes for view in views]).encode()
@@ -61,10 +61,11 @@ def write_frames(path: Path, frames: Sequence[Buffer]) -> tuple[int, str]:
 
 
 def map_frames(path: Path, digest: str) -> list[memoryview]:
-    """Return the frames of a file as mapped memory, shared by all readers until they write to it.
+    """Return the frames of a file as mapped memory.
 
-    The frames can be written to, and are not aligned. Raises Damaged if the file has another
-    digest, Untrusted if another user could have written it, and OSError.
+    Processes that map the same file share the memory until they write to it. The frames are not
+    aligned as torch's memory is. Raises Damaged if the file has another digest, Untrusted if
+    another user could have written the file, and OSError.
     """
     with os.fdopen(folders.open_trusted(path), "rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != digest:
@@ -80,9 +81,10 @@ def map_frames(path: Path, digest: str) -> list[memoryview]:
 
 
 def read_frames(path: Path, digest: str) -> list[memoryview]:
-    """Return a file's frames in memory of their own, aligned as torch's; raises as `map_frames`.
+    """Return the frames of a file, copied to memory that is aligned as torch's memory is.
 
-    Some of torch's sums depend on the alignment: training would go on with other last bits.
+    The last bits of some of torch's sums depend on the alignment. Without the copy, training would
+    not go on exactly as it would have without the snapshot. Raises what `map_frames` raises.
     """
     frames = []
     for mapped in map_frames(path, digest):
@@ -100,7 +102,7 @@ def _chunks(view: memoryview) -> Iterator[memoryview]:
 # --- write ------------------------------------------------------------------------------
 
 ALSO_LIMIT = 1 << 20
-"""Bytes up to which a value is written that only a function in the snapshot needs."""
+"""The most bytes of a value that is written only because a function in the snapshot uses it."""
 
 GROUP_REMEDY = "new_group makes another one, torch.distributed.checkpoint writes models on one"
 
@@ -108,13 +110,18 @@ GROUP_REMEDY = "new_group makes another one, torch.distributed.checkpoint writes
 def write(
     context: Context, *, folder: str, wanted: Mapping[int, Sequence[str]], leave_out: bool
 ) -> Written:
-    """Write the rank's `wanted` variables; with `leave_out` skip those that cannot be pickled."""
+    """Write this rank's variables in `wanted` to a new file in the snapshot's folder.
+
+    If a variable cannot be pickled, leave it out if `leave_out`, or else write nothing. The result
+    has the reasons.
+    """
     namespace, rank = context.names, context.rank
-    # Names that all ranks have come first, so that all find their sharded tensors in one order.
+    # The names that all ranks write come first. So sharded tensors have the same numbers on all
+    # ranks, by which `assembled_tensors` joins them.
     names = sorted(wanted[rank], key=lambda n: not all(n in each for each in wanted.values()))
     values = {name: namespace[name] for name in names if name in namespace}
     left_out = {}
-    if _pickling_problem(dict(values), namespace):  # try each value alone only if all together fail
+    if _pickling_problem(dict(values), namespace):  # find out which values have a problem
         reasons = {name: _pickling_problem(value, namespace) for name, value in values.items()}
         left_out = {name: why for name, why in reasons.items() if why}
     if left_out and not leave_out:
@@ -127,7 +134,7 @@ def write(
     contents["hooks"] = RemovableHandle.next_id
     pickled = _sketch(contents, namespace)
     contents["keyed"] = context.namespace.counterparts.keyed_objects(pickled.objects)
-    # A pickle of tensors leaves their gradients behind.
+    # Write gradients separately, as the pickle of a tensor does not have its gradient.
     tensors = [item for item in pickled.objects if isinstance(item, torch.Tensor) and item.is_leaf]
     contents["grads"] = [(each, each.grad) for each in tensors if each.grad is not None]
     models = [item for item in pickled.objects if type(item) is DistributedDataParallel]
@@ -135,7 +142,8 @@ def write(
     writer = sharded.Writer()
     frames = pickle(contents, namespace, back_to_device=True, reduce=writer.reduce).frames
     shards = pickle(writer.shards, namespace, back_to_device=True).frames
-    # The first frame has the number of the variables' frames, which follow; the others are shards.
+    # The first frame has the number of the variables' frames. These follow, and then the frames of
+    # the shards.
     first = len(frames).to_bytes(8, "little")
     if problem := _folder_problem(folder):
         return Written(problem)
@@ -163,7 +171,7 @@ def _path_of(folder: str, rank: int) -> Path:
 
 
 def _pickling_problem(value: Any, namespace: dict[str, Any]) -> str:
-    """Return why a value cannot be written; "" if it can."""
+    """Return why a value cannot be pickled; "" if it can."""
     try:
         _sketch(value, namespace)
     except Exception as error:  # noqa: BLE001 (a user's __reduce__ can raise anything)
@@ -177,9 +185,9 @@ def _sketch(value: Any, namespace: dict[str, Any], writer: sharded.Writer | None
 
 
 def _used_values(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that functions and classes in `values` look up by name, however indirectly.
+    """Return the values that functions and classes in `values` use by name, directly or not.
 
-    Values that are big, sharded or cannot be pickled are left out.
+    Values that are big or sharded, or cannot be pickled, are left out.
     """
     used: dict[str, Any] = {}
     waiting = set(_sketch(values, namespace).needs)
@@ -189,8 +197,8 @@ def _used_values(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[s
             continue
         try:
             pickled = _sketch(namespace[name], namespace, writer := sharded.Writer())
-        except Exception:  # noqa: BLE001 (a user's __reduce__; its user will fail by name)
-            continue
+        except Exception:  # noqa: BLE001 (a user's __reduce__ can raise anything)
+            continue  # a function that uses this name will raise NameError after a restore
         if size_of(pickled.frames) <= ALSO_LIMIT and not writer.shards:
             used[name] = namespace[name]
             waiting |= pickled.needs
@@ -209,16 +217,18 @@ def random_states() -> dict[str, Any]:
 
 # --- restore ----------------------------------------------------------------------------
 
-File = tuple[int, str]  # the rank that has written it, and its digest
+File = tuple[int, str]
+"""A file of a snapshot: the rank that has written the file, and the file's digest."""
 
 
 def load(
     context: Context, folder: str, parts: Mapping[int, File], everyones: Sequence[File] = ()
 ) -> Loaded:
-    """Read the file that `parts` names for this rank, and keep the file's contents for `bind`.
+    """Read the file of this rank, and keep its contents for `bind`.
 
-    Binding is a second step, so that no rank binds anything if another rank's file is damaged.
-    With `everyones` files, sharded tensors are joined, and sharded again for this world.
+    `parts` has the file for each rank. Binding is a second step, so that no rank binds anything if
+    another rank's file is damaged. If `everyones` has the files of all ranks, sharded tensors are
+    joined from these files, and sharded again for this world.
     """
     try:
         return _load(context, folder, parts[context.rank], everyones)
@@ -233,7 +243,7 @@ def _load(context: Context, folder: str, part: File, everyones: Sequence[File]) 
     try:
         contents, shards = _split(read_frames(_path_of(folder, source), digest))
         if everyones:
-            shards = []  # free its memory before the others' files take theirs
+            shards = []  # release this memory before all files are mapped: it is not needed
         mapped = {rank: map_frames(_path_of(folder, rank), each) for rank, each in everyones}
     except Untrusted as error:
         return Loaded(distrust=str(error))
@@ -256,15 +266,19 @@ def _load(context: Context, folder: str, part: File, everyones: Sequence[File]) 
 
 
 def _split(frames: list[memoryview]) -> tuple[list[memoryview], list[memoryview]]:
-    """Return the frames of the variables, and the frames of the shards."""
+    """Split a file's frames into the frames of the variables and the frames of the shards."""
     end = 1 + int.from_bytes(frames[0], "little")
     return frames[1:end], frames[end:]
 
 
 def bind(context: Context, *, names: Sequence[str] | None, with_random: bool) -> tuple[str, ...]:
-    """Bind the variables that `load` has read, or only `names` of them; return their names."""
+    """Bind the variables that `load` has read, or only `names` of them; return the bound names.
+
+    With `with_random` also set the random states of the snapshot.
+    """
     namespace, contents = context.names, context.namespace.pop_received().values
-    # Modules keep hooks by number: no new hook may get the number of a restored hook.
+    # Modules keep hooks by number. Count on from the snapshot's numbers, so that no new hook gets
+    # the number of a restored hook.
     RemovableHandle.next_id = max(RemovableHandle.next_id, contents["hooks"])
     sharded.shard_modules(contents["unsharded"])
     restored = {n: value for n, value in contents["names"].items() if names is None or n in names}
@@ -272,7 +286,8 @@ def bind(context: Context, *, names: Sequence[str] | None, with_random: bool) ->
         tensor.grad = grad
     for name, value in contents["also"].items():
         namespace.setdefault(name, value)
-    # Register only objects of the variables that are bound: no other object here may change.
+    # If only some variables are bound, register only the objects in these. `replace` would change
+    # this rank's counterparts of all others, too.
     keyed = contents.get("keyed", [])
     if names is not None:
         inside = {id(each) for each in _sketch(restored, namespace).objects}
@@ -288,7 +303,7 @@ def bind(context: Context, *, names: Sequence[str] | None, with_random: bool) ->
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Set random states: the next numbers are those that would have followed the snapshot."""
+    """Set random states, so that the next random numbers are those after the snapshot."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if "numpy" in states:

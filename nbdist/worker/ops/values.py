@@ -1,7 +1,8 @@
-"""Ops for values: between the notebook and a rank, and from one rank to others by the group.
+"""Ops that move values between the notebook and a rank, or from one rank to others by collectives.
 
-They run in each rank, for `%dist_gather`, `push`, `%dist_sync` and restarts. `push`, `scatter` and
-`sync` bind no value that they receive: another op binds the values once all ranks have theirs.
+The kernel of each rank calls these ops, for `%dist_gather`, `%dist_push`, `%dist_sync` and
+restarts. `push`, `scatter` and `sync` only receive values. A second op binds the values once all
+ranks have received theirs, so that no rank has new values if another rank fails.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ SHARDED_REMEDY = (
 
 
 def gather(context: Context, expressions: Sequence[str], *, joins: bool = False) -> Brought:
-    """Pack the values of names or expressions in one pickle: parts that they share stay shared.
+    """Pack the values of names or expressions for the notebook.
 
-    DTensors are only listed, or with `joins` put together, which all ranks do at once. A value that
-    cannot be sent is no error of the task: the notebook collects what all ranks report.
+    The values are in one pickle, so that objects in several of them stay shared. If there are
+    DTensors, only a list of them is returned. With `joins` they become whole tensors by
+    collectives, for which all ranks must call this together. A value that cannot be sent is no
+    error of the task: the result says why, and the notebook collects the results of all ranks.
     """
     values = []
     for expression in expressions:
@@ -64,7 +67,7 @@ def gather(context: Context, expressions: Sequence[str], *, joins: bool = False)
 
 
 def last_value(context: Context, of: str) -> Brought:
-    """Lend the last value of a cell, which was kept under the id of its task."""
+    """Lend the notebook the kept last value of a cell; `of` is the id of the cell's task."""
     return context.namespace.lend_kept(of, context.task_id)
 
 
@@ -75,18 +78,21 @@ def push(context: Context, packed: Mapping[int, Payload]) -> None:
 
 
 def bind_pushed(context: Context) -> Mapping[str, Replaced]:
-    """Bind the values of `push`, which the notebook owns; return facts on replaced values."""
+    """Bind the values that `push` has received; return facts on the values that they replaced."""
     return context.namespace.bind_received().replaced
 
 
 def scatter(context: Context, name: str, parts: Mapping[int, Payload]) -> None:
-    """Receive this rank's part, and keep it for `bind_scattered`; do not open other parts."""
+    """Receive this rank's part of a variable, and keep it for `bind_scattered`."""
     part = context.namespace.open(parts[context.rank])
     context.namespace.keep_received(Taken({name: part}), context.task_id)
 
 
 def bind_scattered(context: Context) -> None:
-    """Bind the name of `scatter` to the part, which belongs to the rank from now on."""
+    """Bind the part that `scatter` has received.
+
+    The value belongs to this rank, so the notebook does not count it as its own.
+    """
     values = context.namespace.pop_received().values
     context.names.update(values)
     context.bound |= values.keys()
@@ -95,22 +101,26 @@ def bind_scattered(context: Context) -> None:
 def inspect(
     context: Context, objects: Mapping[int, ChangedParts], names: Sequence[str] = ()
 ) -> Inspected:
-    """Return which parts of objects this rank has changed, and what variables hold here."""
+    """Return which parts of objects this rank has changed, and facts on the values of `names`."""
     return context.namespace.counterparts.inspect(objects, names)
 
 
 def keep(context: Context, names: Sequence[str]) -> Payload:
-    """Lend values with the keys of their objects; `give_back` binds them in the next process."""
+    """Pack values with the keys of their objects, before this process is replaced.
+
+    `give_back` binds the values in the process that becomes this rank.
+    """
     values = {name: eval(name, context.names) for name in names}
     keyed = context.namespace.counterparts.keyed_objects(_pickled(context, values).objects)
     return context.namespace.lend((values, keyed), context.task_id)
 
 
 def sync(context: Context, wanted: Sequence[str], source: int, to: Sequence[int] | None) -> None:
-    """Copy variables of the rank `source` to the ranks in `to`, or to ranks that lack any of them.
+    """Copy the variables `wanted` from the rank `source` to the ranks in `to`.
 
-    All ranks call it at the same time. The values are in one pickle, so parts that they share stay
-    shared. VariableError is raised on the rank that has a problem; `bind_synced` binds the values.
+    If `to` is None, the ranks that lack any of the variables get them. All ranks must call this
+    together. The values are in one pickle, so that objects in several of them stay shared. A rank
+    that has a problem raises VariableError. `bind_synced` binds the values later.
     """
     names, rank = context.names, dist.get_rank()
     is_source = rank == source
@@ -132,12 +142,16 @@ def sync(context: Context, wanted: Sequence[str], source: int, to: Sequence[int]
 
 
 def bind_synced(context: Context, wanted: Sequence[str]) -> None:
-    """Bind the values of `sync`, which belong to the ranks from now on, on the source too."""
+    """Bind the values that `sync` has received; on the source rank record its variables as bound.
+
+    The values belong to the ranks from now on, also on the source.
+    """
     bound = context.namespace.bind_received()
     context.bound |= bound.names & {*wanted}
     context.gained |= {*bound.gained}
     if _any(bool(bound.names)):
-        # Ranks that had the model have its buckets in another order than ranks that got it now.
+        # DDP reduces gradients in buckets. Ranks that had a model before have other buckets than
+        # the ranks that have received it now, so all ranks make their buckets again.
         renew_reducers()
 
 
@@ -168,14 +182,14 @@ def _send(context: Context, variables: Sequence[str], source: int) -> Sequence[B
     for frame in frames:
         view = memoryview(frame)
         if view.nbytes:
-            # torch warns of memory that cannot be written to.
+            # Copy read-only memory, of which torch would warn.
             contents = bytearray(view) if view.readonly else view
             _broadcast(torch.frombuffer(contents, dtype=torch.uint8), source)
     return frames
 
 
 class _OnlyAPart(Exception):
-    """A value that `sync` should copy is sharded: this rank has only a part of it."""
+    """A value that `sync` should copy is sharded, so the source has only a part of it."""
 
 
 def _check_is_whole(values: Iterable[Any]) -> None:
@@ -184,16 +198,16 @@ def _check_is_whole(values: Iterable[Any]) -> None:
 
 
 class _Objects(NamedTuple):
-    """Values by name, and all objects that they lead to."""
+    """Values by name, and all objects that their pickle contains."""
 
     values: dict[str, Any]
     objects: Sequence[Any]
 
 
 def _pickled(context: Context, values: dict[str, Any]) -> _Objects:
-    """Add the functions, classes and modules that values use, and list all objects in them.
+    """Add to `values` the functions, classes and modules that they use, and list all objects.
 
-    Other values that they use are copied only if they are named.
+    Other variables that the values use are not added: the user must name them.
     """
     names = context.names
     while True:
@@ -220,7 +234,7 @@ def _receive(source: int) -> Sequence[Buffer]:
 
 def _rebuilt(names: dict[str, Any], variables: Sequence[str], frames: Sequence[Buffer]) -> Taken:
     if not frames:
-        return Taken({})  # the source reports the problem
+        return Taken({})  # the source has failed, and raises VariableError there
     try:
         values, keyed = unpickle(frames, names)
     except Exception as error:  # a user's class can raise anything while it is rebuilt
@@ -228,7 +242,7 @@ def _rebuilt(names: dict[str, Any], variables: Sequence[str], frames: Sequence[B
             f"`{', '.join(variables)}` could not be rebuilt: {type(error).__name__}: {error}; "
             "nothing was copied"
         ) from error
-    # A definition that was only added must not replace the one of this rank.
+    # A definition that the user has not named must not replace this rank's own.
     values = {name: each for name, each in values.items() if name in variables or name not in names}
     return Taken(values, keyed)
 
@@ -250,14 +264,17 @@ def _broadcast_header(sizes: list[int] | None, source: int) -> list[int]:
 
 
 def _broadcast(frame: torch.Tensor, source: int) -> torch.Tensor:
-    """Return the source's contents; fill the tensor itself if the group takes CPU tensors."""
+    """Broadcast the source's bytes; return them as a CPU tensor.
+
+    If the group takes CPU tensors, `frame` itself is filled and returned.
+    """
     on_device = frame.to(_device())
     dist.broadcast(on_device, src=source)
     return on_device.cpu()
 
 
 def _device() -> torch.device:
-    """Return a device whose tensors the default group takes."""
+    """Return a device whose tensors the default group's collectives take."""
     group = dist.group.WORLD
     assert group is not None
     return seam.CPU if seam.takes_cpu(group) else seam.CUDA
