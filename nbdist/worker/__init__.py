@@ -1,1 +1,4 @@
-"""A worker, the process of a rank: its kernel, tasks and output, and its process groups."""
+"""The code of a worker, the process of a rank: its kernel, tasks, output and process groups.
+
+The agent of a machine starts its workers, and sends them tasks.
+"""

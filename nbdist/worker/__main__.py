@@ -16,7 +16,10 @@ from typing import Any
 
 
 def become_spawned_worker() -> None:
-    """Read a `WorkerStart` from stdin and become that worker; user code finds stdin empty."""
+    """Read a `WorkerStart` from stdin, and become that worker.
+
+    Afterwards stdin is /dev/null, so that user code finds no input there.
+    """
     from nbdist.worker.main import become_worker
     from nbdist.worker.process import die_with_parent
 
@@ -31,8 +34,9 @@ def become_spawned_worker() -> None:
 def describe_torch() -> dict[str, Any]:
     """Import torch and return facts on its build and the GPUs, for `nbdist doctor`.
 
-    `device` is the platform of the build, such as `CUDA 12.8` or `CPU`. `nccl` is nccl's version
-    and the name of its backend class, "" without nccl. `said` has the UserWarnings of this import.
+    `device` is the platform of the build, such as `CUDA 12.8` or `CPU`. `nccl` has nccl's version
+    and the name of its backend class; it is "" without nccl. `said` has the texts of the
+    UserWarnings that torch raised meanwhile.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,7 +1,8 @@
 """The control thread of a worker, which answers requests of the agent even while a task runs.
 
-The agent asks, for example, for the main thread's place and for completions, to abort collectives,
-and to form the process group again. `nbdist.worker.main` makes one `ControlThread` in each worker.
+The agent asks, for example, in which line the main thread is. Other requests complete what the user
+types, abort collectives, or form the process group again. `nbdist.worker.main` makes one
+`ControlThread` in each worker.
 """
 
 from __future__ import annotations
@@ -41,16 +42,19 @@ from nbdist.worker.steps import STEPS
 LATE_SECONDS, KEPT_SECONDS = 0.3, 5.0
 """An answer to Tab that took longer than `LATE_SECONDS` is kept for `KEPT_SECONDS`.
 
-The agent waits only 0.4 s for an answer (`inspect.CONSULT_TIMEOUT`). On a busy machine every answer
-may take longer: only a kept answer can be shown in time, when Tab is pressed again."""
+The agent waits only 0.4 s for an answer (`CONSULT_TIMEOUT` in `nbdist.agent.inspect`). On a busy
+machine every answer may take longer. A kept answer is there in time when the user presses Tab
+again."""
 
-SPARE_THREADS = (
-    5  # threads that a new gloo backend starts, a thread that waits for the backend, and a spare
-)
+# The threads that a new gloo backend starts, a thread that waits for the backend, and a spare.
+SPARE_THREADS = 5
 
 
 class ControlThread:
-    """Answers the requests of `nbdist.wire.control`; each connection has a thread of its own."""
+    """Answers the agent's requests, the classes in `nbdist.wire.control`.
+
+    Each of the agent's connections has a thread of its own.
+    """
 
     def __init__(self, kernel: WorkerKernel, start: WorkerStart) -> None:
         self._kernel = kernel
@@ -90,11 +94,12 @@ class ControlThread:
     def _answer(
         self, request: control.ControlRequest, send: Callable[[control.ControlReply], None]
     ) -> None:
-        # Completions and nccl's aborts can take seconds, so they run on threads of the executor: a
-        # later request must not wait for them, such as an abort that frees this rank.
+        # Completions and nccl's aborts can take seconds, so they run on threads of the executor.
+        # Otherwise a later request, such as an abort that releases this rank, would wait for them.
         match request:
             case Complete() | Inspect():
-                # IPython's completer must not be called by two threads at once.
+                # Two threads must not call IPython's completer at once: while it is busy, answer
+                # with `Ok`, which is no completion.
                 if self._consult_future is not None and not self._consult_future.done():
                     return send(control.Ok())
                 future = self._consult_future = self._executor.submit(self._consult, request)
@@ -115,9 +120,12 @@ class ControlThread:
             return control.Failed(str(error) or repr(error), unfit=not is_between_ranks(error))
 
     def _consult(self, question: TypingQuestion) -> control.ControlReply:
-        """Answer a completion or an inspection; keep a late answer for the next call."""
+        """Answer a completion or an inspection.
+
+        A late answer is also kept, for the next call with the same question.
+        """
         kept, self._late_answer = self._late_answer, None
-        # A kept answer is out of date once another cell has run and may have changed variables.
+        # Use a kept answer only if no cell has run since: a cell may have changed variables.
         shell: Any = self._kernel.shell
         cell, began = shell.execution_count, time.monotonic()
         if kept is not None and kept[:2] == (question, cell) and began < kept[2]:
@@ -131,12 +139,13 @@ class ControlThread:
         kernel: Any = self._kernel
         completer = kernel.shell.Completer
         if completer.use_jedi and not self._has_jedi:
-            # Importing jedi takes seconds. `prepare_jedi` turns `use_jedi` on again afterwards.
+            # Complete without jedi for now, as importing jedi takes seconds. `prepare_jedi` imports
+            # jedi in a thread, and then turns `use_jedi` on again.
             self._has_jedi, completer.use_jedi = True, False
             prepare = ipython.prepare_jedi
             threading.Thread(target=prepare, args=(completer,), daemon=True).start()
         completions = Completions.read(kernel.do_complete(code, cursor))
-        # Without jedi, IPython's candidates repeat the text before the dot: cut it off.
+        # Without jedi, IPython's candidates begin with the text before the dot: cut this text off.
         cut = code[completions.start : cursor].rfind(".") + 1
         candidates = tuple(c._replace(text=c.text[cut:]) for c in completions.candidates)
         return replace(completions, candidates=candidates, start=completions.start + cut)
@@ -185,8 +194,8 @@ class ControlThread:
                 return STEPS.release(task_id)
             case control.AbortCollectives() if group is not None:
                 if probe.waits_for_nccl:
-                    # Code that waited for an aborted collective goes on with meaningless results.
-                    # Interrupt the cell first, so that it neither uses nor returns such results.
+                    # Code that waits for an aborted collective of nccl goes on with a meaningless
+                    # result. So interrupt the cell first: then it does not use this result.
                     STEPS.raise_at_once()
                     _thread.interrupt_main()
                 group.abort()
@@ -199,7 +208,10 @@ class ControlThread:
         return control.Ok()
 
     def _change_group(self, request: control.Regroup | control.Resize) -> None:
-        """Form the group again, then update ready names and environment; no task runs meanwhile."""
+        """Form the group again, then update the names that cells use, such as `rank`.
+
+        The environment variables, such as RANK, are updated too. No task runs meanwhile.
+        """
         before, world, number = self._start, request.world, request.generation
         after = replace(before, world=world, environ=request.environ)
         if isinstance(request, control.Resize):
@@ -210,7 +222,7 @@ class ControlThread:
             else:
                 self._group.regroup(number, request.members)
         self._start = after
-        # CUDA reads CUDA_VISIBLE_DEVICES only once in a process, so this process keeps its value.
+        # Keep this process's CUDA_VISIBLE_DEVICES: CUDA reads the variable only once in a process.
         environ = {k: v for k, v in after.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
         change_environ(before.environ, environ)
         for name in ("rank", "local_rank", "world_size"):
@@ -218,19 +230,25 @@ class ControlThread:
         self._kernel.session.large_outputs.folder = after.log_folder
         if after.rank != before.rank:
             share_gpu(after)
-        # torch keeps a number of threads for each thread that starts operations, so the main thread
-        # must set its own number. The main thread's loop does so before it reads the next task.
+        # torch has a number of threads for each thread that starts operations, so only the main
+        # thread can set its number. Its loop does so before it reads the next task.
         self._loop.call_soon_threadsafe(change_threads, before.world.threads, world.threads)
 
 
 def change_threads(before: int, after: int) -> None:
-    """Change torch's number of threads if it is still `before`: user code may have set another."""
+    """Change torch's number of threads from `before` to `after`.
+
+    Another number than `before` was set by user code, and stays.
+    """
     if torch.get_num_threads() == before:
         torch.set_num_threads(after)
 
 
 def check_room_for_threads() -> None:
-    """Raise RuntimeError if `SPARE_THREADS` threads cannot start: gloo would end the process."""
+    """Raise RuntimeError if `SPARE_THREADS` threads cannot start.
+
+    If gloo itself could not start its threads, gloo would end the process.
+    """
     all_started = threading.Event()
     with ThreadPoolExecutor(SPARE_THREADS) as pool:
         try:

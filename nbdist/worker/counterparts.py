@@ -1,7 +1,7 @@
-"""The rank's counterparts of the notebook's objects: received, changed in place, and compared.
+"""The counterparts of the notebook's objects on this rank: receives, changes and compares them.
 
-Runs on the main thread of each worker. `Namespace` receives the values of a task here, and ops ask
-here which objects the rank has changed.
+Runs on the main thread of each worker. `Namespace` passes the values of a task to `Counterparts`.
+Ops ask it which objects the rank has changed since it received them.
 """
 
 from __future__ import annotations
@@ -39,17 +39,22 @@ from nbdist.values.updates import apply
 from nbdist.wire.ops import Inspected, Replaced, type_text
 
 MAX_SEARCH_SECONDS = 0.1
-"""Seconds after which the search for other variables that lead to an object is given up."""
+"""Seconds after which `_variables_with` gives up its search."""
 
 PAGES_FROM_BYTES = 4 << 20
-"""Size of memory from which on `are_written` is called first: reading the contents takes longer."""
+"""Memory of this size or more is first checked by `are_written`.
+
+Comparing the contents of so much memory takes longer than this check.
+"""
 
 
 class Keyed(NamedTuple):
-    """An object with its key and its state as received, if any, for another rank or a file.
+    """An object with its key, as it is sent to another rank or written to a file.
 
-    `tool` names the function that reads its state. If the object is a tensor whose whole memory has
-    a key, `block` is this key, and `digest` is the digest of the memory as received, if known.
+    `state` is the object's state when it was received, None if there is none. `tool` names the
+    function that reads an object's state. If the object is a tensor whose whole memory has a key,
+    `block` is this key. Then `digest` is the digest of the memory's contents when they were
+    received, "" if unknown.
     """
 
     key: int
@@ -61,9 +66,10 @@ class Keyed(NamedTuple):
 
 
 class Counterparts:
-    """The objects of this rank that have a key, with their states as the rank received them.
+    """The objects of this rank that have a key, with their states when the rank received them.
 
-    `_retained` keeps objects alive that the notebook has removed here, but may send again.
+    An object has *ended* on a rank, or in the notebook, once that process has freed it. A *block*
+    is the memory of tensors or arrays, which has a key of its own.
     """
 
     def __init__(self, names: dict[str, Any]) -> None:
@@ -73,20 +79,21 @@ class Counterparts:
         self._digests: dict[int, str] = {}
         self._sent_values: dict[str, Identity] = {}
         self._orphans: set[int] = set()  # keys of objects that have ended in the notebook
-        # By key, objects that the notebook has removed from this rank's variables and objects, but
-        # may send again.
+        # By key, objects that the notebook's messages have removed from variables or containers of
+        # this rank. The notebook may send them again, so they are kept alive.
         self._retained: dict[int, Any] = {}
         self._released: list[Any] = []  # objects that `forget` has taken from `_retained`
         self._pinned: list[Any] | None = None
         self._versions: dict[int, int] = {}  # by key, a tensor's version when received
-        self._altered_keys: set[int] = set()  # of memory and containers changed in place here
-        self._lost_keys: list[int] = []  # of altered memory and containers that have ended
-        self._lent_keys: list[int] = []  # of objects that came as arguments of the present call
+        # Keys of memory and containers that this rank has changed in place.
+        self._altered_keys: set[int] = set()
+        self._lost_keys: list[int] = []  # keys of altered memory and containers that have ended
+        self._lent_keys: list[int] = []  # keys of objects in the arguments of the present call
 
     # --- receiving ----------------------------------------------------------------------------
 
     def read(self, frames: Sequence[Buffer]) -> ReceivedMessage:
-        """Rebuild the values of a message; no object and no variable of this rank changes.
+        """Rebuild the values of a message, without changing any object or variable of this rank.
 
         Raises NotThere if the message refers to an object that has ended here, and CannotRebuild if
         a value cannot be rebuilt.
@@ -98,7 +105,10 @@ class Counterparts:
         return arrived
 
     def accept(self, arrived: ReceivedMessage) -> None:
-        """Register the objects of a message by key, and apply its changes to older objects."""
+        """Register the new objects of a message by key, and apply the message's changes of others.
+
+        `read` has made the message. The variables are not bound.
+        """
         for key, digest, root in arrived.blocks:
             address = root.__array_interface__["data"][0]
             block = MemoryBlock(key, address, address + root.nbytes, weakref.ref(root))
@@ -115,12 +125,18 @@ class Counterparts:
         self._record_versions(tensors)
 
     def accept_lent(self, arrived: ReceivedMessage) -> None:
-        """Accept a message as `accept` does; its new objects should end with the present task."""
+        """Accept the arguments of a call, as `accept` does.
+
+        Their new objects should end with the call, which `pop_ended_keys` tries to achieve.
+        """
         self.accept(arrived)
         self._lent_keys += [key for key, _, _ in arrived.objects]
 
     def bind_sent(self, values: Mapping[str, Any]) -> None:
-        """Bind variables to values that the notebook has sent, and record this for `is_changed`."""
+        """Bind variables to values that the notebook has sent, and record the values.
+
+        By the record `is_changed` knows later whether the rank has bound another value.
+        """
         for name, value in values.items():
             if (old := self._names.get(name)) is not value:
                 self._retain(self._keys_of(old))
@@ -145,14 +161,15 @@ class Counterparts:
             self._retain(removed)
             self._states[key] = _merge_received(after, before.get(key), self._states.get(key))
 
-        del parts  # references kept until here, so that no part ends during the update
+        del parts  # this reference has kept the parts alive during the update
 
     def _retain(self, keys: Iterable[int]) -> None:
         """Keep objects alive that the notebook has removed from this rank but still has itself.
 
         The rank may have changed these objects, and the notebook may send them again under another
-        name.  Of an object that has ended in the notebook, only the objects in it that the rank has
-        changed are kept: the others, such as the memory of batches, can be sent again.
+        name. If an object has ended in the notebook, only the objects in it that the rank has
+        changed are kept. Unchanged objects, such as the memory of batches, are not worth keeping:
+        the notebook can send them again.
         """
         below: set[int] = set()
         for key in keys:
@@ -175,7 +192,8 @@ class Counterparts:
     def _write_block(self, key: int, contents: Any) -> None:
         """Write new contents into the memory that has this key, unless that memory has ended."""
         root = self._find(key)
-        if root is None:  # the tensors have other memory: each tensor's own update copies the data
+        # If the tensors have other memory by now, each tensor's own update copies the data.
+        if root is None:
             return
         new = np.frombuffer(contents, np.uint8)
         if isinstance(root, torch.UntypedStorage):
@@ -201,11 +219,11 @@ class Counterparts:
     # --- releasing ----------------------------------------------------------------------------
 
     def forget(self, keys: Iterable[int]) -> None:
-        """Stop retaining objects that have ended in the notebook.
+        """Stop keeping objects alive that have ended in the notebook; `keys` are their keys.
 
-        The objects live until `end_idle`, because a message of the same task may refer to their
-        memory.  An object that lives on after that keeps its key, so that states that refer to this
-        key stay true.
+        The objects stay until `end_idle`, because a message of the same task may refer to their
+        memory. An object that something else keeps alive afterwards keeps its key, because the
+        states of other objects refer to this key.
         """
         ended_keys = {*keys}
         self._orphans |= ended_keys
@@ -215,13 +233,16 @@ class Counterparts:
         self._retain(released)
 
     def forget_sent_value(self, name: str) -> None:
-        """Forget which value the notebook sent for a variable that a task has bound or deleted."""
+        """Forget which value the notebook has sent for a variable.
+
+        Called for each variable that a task has bound or deleted.
+        """
         self._sent_values.pop(name, None)
 
     def delete(self, names: Iterable[str]) -> list[str]:
-        """Delete variables that the notebook has deleted; return the names deleted here too.
+        """Delete variables that the notebook has deleted, unless this rank has changed them.
 
-        A variable that this rank has changed stays.
+        Return the names that were deleted.
         """
         deleted = []
         for name in names:
@@ -238,11 +259,13 @@ class Counterparts:
         Keys of objects that had ended in the notebook before are left out.
         """
         self._record_altered_memory()
-        # Lists and dicts have no weak references: `links` holds them, and drops the unused ones.
+        # Python has no weak references to lists and dicts. So `links` keeps them alive, until
+        # `drop_unused` finds that nothing else refers to them.
         self.links.drop_unused(self._record_altered_containers)
         if any(map(self._is_left, self._lent_keys)):
-            # Reference cycles may keep arguments alive on one rank, and not on another: the next
-            # call would then use changed objects there, and new ones here.
+            # Reference cycles may keep the arguments of a call alive on one rank and not on
+            # another. The next call would use the changed objects on the one rank, and new objects
+            # on the other. So collect the cycles.
             gc.collect()
             self.links.drop_unused(self._record_altered_containers)
         self._lent_keys = []
@@ -258,16 +281,19 @@ class Counterparts:
         return tuple(unreported)
 
     def _is_left(self, key: int) -> bool:
-        """Return True if the object of a key lives, and is no definition: classes have cycles."""
+        """Return True if the object of a key is alive, and is no class or function.
+
+        Classes always have reference cycles, so they would cost a garbage collection each time.
+        """
         value = self.links.find(key)
         definitions = type, types.FunctionType, types.CellType
         return value is not None and not isinstance(value, definitions)
 
     def pop_lost_keys(self) -> tuple[int, ...]:
-        """Return the keys of ended memory and containers that this rank had changed.
+        """Return the keys of memory and containers that this rank had changed and that have ended.
 
-        Each key is returned once.  Memory that was changed by the same task that dropped its tensor
-        is missing: the version of a tensor that has ended cannot be read.
+        Each key is returned once. A tensor's memory is missing if one task both changed it and
+        dropped the tensor: the version of a tensor that has ended cannot be read.
         """
         lost, self._lost_keys = self._lost_keys, []
         return tuple(lost)
@@ -285,22 +311,22 @@ class Counterparts:
                 self._altered_keys.update(state.children)
 
     def _record_altered_containers(self, entries: Iterable[Any]) -> None:
-        """Record which unused containers the rank has changed, before `links` drops them all."""
+        """Record which unused containers the rank has changed, before `links` drops them."""
         for key, state in self._read_states(entries).items():
             if key in self._states and self._states[key] != state:
                 self._altered_keys.add(key)
 
     def begin_idle(self) -> None:
-        """Let garbage collection end no object that has a key, until `end_idle`.
+        """Keep each object that has a key alive from the next garbage collection until `end_idle`.
 
-        At the end of a task the notebook learns which objects have ended, and the next task may
-        refer to all others. So a collection between two tasks must not end objects.
+        The outcome of a task reports which objects have ended, and the next task may refer to all
+        others. So a garbage collection between two tasks must not end objects.
         """
         if self._pin not in gc.callbacks:
             gc.callbacks.append(self._pin)
 
     def end_idle(self) -> None:
-        """Drop the objects that `forget` has released, and let garbage collection end objects."""
+        """Drop the objects that `forget` has released, and undo `begin_idle`."""
         if self._pin in gc.callbacks:
             gc.callbacks.remove(self._pin)
         self._pinned = None
@@ -313,7 +339,10 @@ class Counterparts:
     # --- comparing ----------------------------------------------------------------------------
 
     def inspect(self, objects: Mapping[int, ChangedParts], names: Iterable[str]) -> Inspected:
-        """Return which parts of objects this rank has changed, and what its variables hold."""
+        """Return which parts of objects this rank has changed, and facts on the values of `names`.
+
+        `objects` has by key the parts that are asked about, None for any part.
+        """
         changed, ended = self._find_changes(objects)
         found_values = {}
         for name in names:
@@ -324,7 +353,10 @@ class Counterparts:
         return Inspected(changed, found_values, tuple(ended))
 
     def is_changed(self, name: str) -> bool:
-        """Return True unless a variable is the object that was sent, with all in it unchanged."""
+        """Return True unless a variable still has the value that the notebook sent, unchanged.
+
+        A value counts as changed if any object in it has changed.
+        """
         value, sent_value = self._names.get(name), self._sent_values.get(name)
         if sent_value is None or not sent_value.is_still(value):
             return True
@@ -364,7 +396,7 @@ class Counterparts:
         return changed, ended
 
     def _is_written(self, key: int) -> bool:
-        """Return True if memory with a key has ended, or differs from the contents received."""
+        """Return True if a block has ended, or if its contents have changed since they came."""
         root = self._find(key)
         if root is None:
             return True
@@ -390,7 +422,11 @@ class Counterparts:
         return scan.states
 
     def _variables_with(self, name: str, value: Any) -> list[str]:
-        """Return variables but `name` found to lead to a value, or to a parameter in that value."""
+        """Return other variables than `name` from which references lead to a value.
+
+        Of a torch module, references to its parameters count too. The search has a time limit, so
+        variables may be missing.
+        """
         if is_atomic(value) or isinstance(value, types.ModuleType | types.FunctionType | type):
             return []
         ids = {id(value)}
@@ -437,10 +473,10 @@ class Counterparts:
         return self.links.blocks.get_exact(storage.data_ptr(), storage.nbytes(), "cpu")
 
     def register(self, keyed: Iterable[Keyed], substitutes: Mapping[int, Any]) -> tuple[int, ...]:
-        """Give objects from a rank or a file the keys that they had there; return all keys.
+        """Give objects that came from a rank or a file the keys that they had there.
 
-        `substitutes` has, by the id of a new object, the old object that was made equal to it: the
-        old object gets the key.
+        `substitutes` has, by the id of a new object, the old object of this rank that was made
+        equal to it. Then the old object gets the key. Return all keys, also of the tensors' memory.
         """
         keys = []
         for each in keyed:
@@ -455,7 +491,10 @@ class Counterparts:
         return tuple(keys)
 
     def move_keys(self, substitutes: Mapping[int, Any]) -> None:
-        """Move the keys of new objects to the old objects in `substitutes`, see `register`."""
+        """Move the key of each new object to the old object that was made equal to it.
+
+        `substitutes` is as in `register`. The key of the new object's memory is moved, too.
+        """
         moved = []
         for number, value in substitutes.items():
             entry = self.links.by_id.get(number)
@@ -470,7 +509,7 @@ class Counterparts:
         self._states |= self._read_states(moved)
 
     def _block_of(self, value: Any) -> MemoryBlock | None:
-        """Return the block whose memory a tensor or a contiguous array fills, or None."""
+        """Return the block that has exactly the memory of a tensor or contiguous array, or None."""
         if isinstance(value, torch.Tensor):
             return self._whole_block(value)
         if not isinstance(value, np.ndarray) or not value.size or not value.flags.forc:
@@ -479,7 +518,7 @@ class Counterparts:
         return self.links.blocks.get_exact(start, value.nbytes, "cpu")
 
     def _link_memory(self, key: int, value: Any, digest: str) -> None:
-        """Register the memory of a tensor or array under the key of a block."""
+        """Give a block's key to the memory of a tensor or array, instead of its memory so far."""
         if isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
             start, size = storage.data_ptr(), storage.nbytes()
@@ -497,10 +536,10 @@ class Counterparts:
     def replace(
         self, values: Mapping[str, Any], keyed: Iterable[Keyed] = ()
     ) -> tuple[dict[int, Any], dict[str, Replaced]]:
-        """Give variables new values, in place if the old value has the same structure.
+        """Give variables new values; change an old value of the same structure in place instead.
 
-        Return by the id of a new object the old object that was changed to equal it. Return also by
-        name facts on old values that could not be changed in place, except numbers and the like.
+        Return, by the id of a new object, the old object that was made equal to it. Return also, by
+        name, facts on old values that could not be changed in place, except numbers and texts.
         """
         pairs = {
             name: (self._names[name], value)
@@ -532,7 +571,7 @@ def _is_type_or_module(value: Any) -> bool:
 
 
 def _bytes_of(owner: weakref.ref[Any], get_bytes: Callable[[Any], Any]) -> Any:
-    """Return the bytes of a storage or an array; None once this object has ended."""
+    """Return the bytes of a storage or an array; None once `owner`'s object has ended."""
     memory = owner()
     return None if memory is None else get_bytes(memory)
 
@@ -544,11 +583,12 @@ def _bytes_of_array(array: Any) -> Any:
 def _merge_received(
     after: ObjectState, before: ObjectState | None, earlier: ObjectState | None
 ) -> ObjectState:
-    """Return the state to record as received, after an update has changed parts of an object.
+    """Return the state to record for an object, parts of which an update has changed.
 
-    `before` and `after` are the object's states around the update, `earlier` is the state that was
-    recorded. If all are known and have parts, parts that the update has not changed stay as in
-    `earlier`, so that the rank's own changes are still seen as changes.
+    `before` and `after` are the object's states around the update, and `earlier` is the state that
+    was recorded last. Parts that the update has not changed stay as in `earlier`, so that the
+    rank's own changes still count as changes. If a state is unknown or has no parts, return
+    `after`.
     """
     if before is None or earlier is None or after.parts is None or earlier.parts is None:
         return after
@@ -580,11 +620,11 @@ _PRESENT, _SWAPPED, _OF_A_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 
 
 def are_written(address: int, size: int) -> bool:
-    """Return True if this process may have written to a page of this memory since it was mapped.
+    """Return True if this process may have written to this memory since it was mapped.
 
-    The memory is a private mapping of a file, whose pages become the process's own once they are
-    written to. Also True if Linux does not say, or if other data on the first or last page was
-    written.
+    The memory is a private mapping of a file: Linux copies a page of it once the process writes to
+    the page. Also return True if Linux does not tell, or if the process has written only to other
+    data on the first or last page.
     """
     first, last = address // mmap.PAGESIZE, -(-(address + size) // mmap.PAGESIZE)
     try:

@@ -1,7 +1,8 @@
-"""The environment of user code in a worker: ready names, threads, bars as text, folder and path.
+"""The environment of user code in a worker: variables, threads, bars, folder and `sys.path`.
 
-Runs in each worker. Before each task the kernel applies the notebook's changes of its folder,
-`sys.path` and environment variables; after each task the kernel looks for edited modules.
+Runs in each worker. Before each task, the kernel calls `Around` to make the notebook's changes of
+its folder, `sys.path` and environment variables. After each task, it asks `OwnModules` for modules
+that the user has edited.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _NAMES = {"tqdm": "tqdm", "trange": "trange", "tqdm_notebook": "tqdm", "tnrange"
 
 def prepare_torch(start: WorkerStart) -> None:
     """Set the rank's GPU, and torch's number of threads and debug level."""
-    # torch and OpenMP of a forked worker have read OMP_NUM_THREADS and TORCH_DISTRIBUTED_DEBUG in
-    # the fork server, which does not have the world's environment.
+    # In a forked worker, torch and OpenMP have read OMP_NUM_THREADS and TORCH_DISTRIBUTED_DEBUG in
+    # the fork server, which does not have the world's variables. So set both again.
     torch.set_num_threads(start.world.threads)
     seam.read_debug_level()
     device = torch.device(start.device)
@@ -49,14 +50,17 @@ def prepare_torch(start: WorkerStart) -> None:
 
 
 def share_gpu(start: WorkerStart) -> None:
-    """Let NCCL use a GPU for several ranks, if ranks may share GPUs or this rank has a slice."""
+    """Set NCCL's variables for a shared GPU, if ranks may share GPUs or this rank has a MIG slice.
+
+    Without them NCCL would refuse to use a GPU for several ranks.
+    """
     if start.gpus and (start.has_slice or start.world.config.share_gpus):
         version, slices = accelerator.nccl_version(), start.has_slice
         os.environ.update(sharing_variables(start.rank, version, os.environ, slices=slices))
 
 
 def ready_names(start: WorkerStart) -> dict[str, Any]:
-    """Return the variables that cells can use without an import, such as `rank` and `device`."""
+    """Return the variables that cells can use from the start, such as `rank` and `torch`."""
     return {
         "rank": start.rank,
         "world_size": start.world.world_size,
@@ -72,7 +76,10 @@ def ready_names(start: WorkerStart) -> dict[str, Any]:
 
 
 class _TextBars(MetaPathFinder, Loader):
-    """An import finder that gives `tqdm.notebook` bars of text, and keeps rich from widgets."""
+    """An import finder that changes two modules when they are imported.
+
+    `tqdm.notebook` gets tqdm's bars of text, and `rich.console` draws no widgets.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -107,7 +114,8 @@ def draw_bars_as_text() -> None:
     sys.meta_path.insert(0, _TextBars())
     if rich_console := sys.modules.get(RICH_CONSOLE):
         _disable_widgets(rich_console)
-    # Tell rich that the output understands a moving cursor: without this rich draws no moving bars.
+    # With this variable rich assumes a terminal whose cursor can move. Without it rich would draw
+    # no bars that move.
     os.environ.setdefault("TTY_COMPATIBLE", "1")
 
 
@@ -117,8 +125,9 @@ def draw_bars_as_text() -> None:
 class Around:
     """Makes the notebook's changes of folder, `sys.path` and environment variables on a rank.
 
-    A value of the rank's own stays at least until the notebook changes it too. Made after the
-    worker's own imports, so that only cells import a `random.py` of the notebook's folder.
+    A value that code on the rank has changed stays at least until the notebook changes it, too. The
+    object is made after the worker's own imports, since it sets `sys.path`: a `random.py` in the
+    notebook's folder must be imported by cells only.
     """
 
     def __init__(self, start: WorkerStart, worker_path: Sequence[str]) -> None:
@@ -137,7 +146,10 @@ class Around:
         process.ORIGINAL_DIR = self._folder  # type: ignore[attr-defined]
 
     def follow(self, around: Surroundings | None) -> None:
-        """Apply the notebook's folder, path and environment; None for those at the start."""
+        """Change to the notebook's folder, and set its `sys.path` and environment variables.
+
+        `around` is None if the notebook has changed nothing since the world's start.
+        """
         if around == self._last_surroundings and not self._missing_folder:
             return
         self._last_surroundings, world = around, self._world
@@ -147,16 +159,16 @@ class Around:
         if around.sys_path is not None:
             new_path = tuple(moved_path(each, around.first, world.cwd) for each in around.sys_path)
         old_path, self._path = self._path, self._path_with(new_path)
-        # A path that the rank has changed keeps the rank's own entries.
+        # If code on the rank has changed `sys.path`, keep the rank's own entries.
         is_own = sys.path != old_path
         sys.path[:] = merge_paths(sys.path, old_path, self._path) if is_own else self._path
         self._change_environ(around.environ)
 
     def _change_environ(self, changes: Mapping[str, str | None]) -> None:
-        """Set or remove variables that the notebook has changed, even if this rank has set them.
+        """Set or remove variables that the notebook has changed since the last call.
 
-        But a variable that libraries set when they are imported (`SET_ON_IMPORT`) keeps a value
-        that was set on this rank.
+        The notebook's value replaces a value that was set on this rank. Only variables that
+        libraries set when they are imported (`SET_ON_IMPORT`) keep the value of this rank.
         """
         last_changes, self._environ_changes = self._environ_changes, changes
         initial, absent = self._first_environ, object()
@@ -178,9 +190,10 @@ class Around:
         return [*path, *(entry for entry in self._worker_entries if entry not in path)]
 
     def _change_folder(self, folder: str, first: str) -> None:
-        """Go to the notebook's folder if it changed or this rank's own is gone; or say why not.
+        """Change to the notebook's folder, if the notebook has left its last folder.
 
-        After a failure each task tries again, because the folder may exist by then.
+        Also do so if the folder of this rank was removed. A failure is printed, and each later task
+        tries again, because the folder may exist by then.
         """
         folder_here, current = moved_path(folder, first, self._world.cwd), _working_folder()
         if folder_here == self._folder_here and current is not None and not self._missing_folder:
@@ -193,7 +206,7 @@ class Around:
                 os.chdir(target)
             except OSError as error:
                 why = f"this rank could not change to {target}: {error.strerror}"
-        if why and folder != self._missing_folder:  # tell the user once
+        if why and folder != self._missing_folder:  # print the reason only once for each folder
             sys.stderr.write(f"{why}\n")
         self._missing_folder = folder if why else ""
         if why:
@@ -207,7 +220,7 @@ class Around:
 def change_environ(before: Mapping[str, str | None], after: Mapping[str, str | None]) -> None:
     """Set environment variables, or remove variables that are None in `after`.
 
-    A variable whose value is not the one in `before` was changed by this rank, and stays.
+    A variable that does not have its value in `before` was changed by code on this rank, and stays.
     """
     for name, value in after.items():
         if os.environ.get(name) != before.get(name):
@@ -246,12 +259,13 @@ CLOCKS = 2 * 10**9  # nanoseconds by which a file server's clock may be ahead of
 
 @dataclass
 class ModuleSource:
-    """The file of an imported module; all times are in nanoseconds since 1970.
+    """The file of an imported module of the user; all times are in nanoseconds since 1970.
 
-    `short_path` is the end of its path from the outermost package on: `pkg/__init__.py`. `imported`
-    is the file's time at the import, `digest` a digest of its contents. If the file may have been
-    edited since, `digest` is empty and `imported` is when the import began. `reported` is the time
-    of the last edit that the user was told of.
+    `short_path` is the end of the file's path, from the outermost package on: `pkg/__init__.py`.
+    `imported` is the file's modification time at the import, and `digest` is a digest of its
+    contents. If the file may have been edited between the import and the first look at the file,
+    `digest` is empty and `imported` is when the import began. `reported` is the modification time
+    of the last edit that was reported to the user.
     """
 
     file: str
@@ -265,7 +279,8 @@ class ModuleSource:
         if modified_ns in (0, self.imported):
             return False
         if self.digest and _digest_of(self.file) == self.digest:
-            self.imported = modified_ns  # only touched, or written again with the same contents
+            # The file was touched, or written again with equal contents.
+            self.imported = modified_ns
             return False
         return True
 
@@ -275,13 +290,14 @@ class ModuleSource:
 
 
 class OwnModules(MetaPathFinder):
-    """Finds out which modules of the user were edited since their import; reloads them if asked.
+    """Finds out which modules of the user were edited since their import, and can reload them.
 
-    Comes before Python's finders in `sys.meta_path` to see each search for a module; finds none.
+    The object is the first of the finders in `sys.meta_path`, to record when each import begins. It
+    finds no module itself, so that Python goes on to its own finders.
     """
 
     def __init__(self) -> None:
-        # By module, when its last import began, until `_find_edited` is called; in ns since 1970.
+        # By module, the time when its import began, in ns since 1970. `_find_edited` removes them.
         self._import_starts: dict[str, int] = {}
         self._sources: dict[str, ModuleSource] = {}
         self._is_reloading = False
@@ -289,16 +305,16 @@ class OwnModules(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Record when an import begins; called by the import system before it reads the file."""
+        """Record when an import begins; Python calls this before it reads the module's file."""
         self._import_starts[fullname] = time.time_ns()
         return None
 
     def pop_edited_files(self, before_ns: int, *, reloads: bool) -> tuple[str, ...]:
-        """Return the files edited between their import and the time `before_ns`, each edit once.
+        """Return the files that were edited between their import and `before_ns`, each edit once.
 
-        `before_ns` is when the task began. With `reloads`, `%autoreload` is on and has reloaded
-        these files, so none is returned. If `%autoreload` was turned on since the last call, reload
-        files that were edited before: `%autoreload` itself does not.
+        `before_ns` is the time when the task began. If `reloads`, `%autoreload` is on: it has
+        reloaded edited files, so none is returned. If `%autoreload` was turned on since the last
+        call, files that were edited before are reloaded here, because `%autoreload` does not do so.
         """
         if reloads and not self._is_reloading:
             self.reload(before_ns)
@@ -313,10 +329,10 @@ class OwnModules(MetaPathFinder):
         return tuple(edited_files)
 
     def reload(self, before_ns: int) -> None:
-        """Reload the modules that were edited before this time; a failure is only printed.
+        """Reload the modules that were edited before this time; print the error of a failed reload.
 
-        As with `%autoreload`, functions and classes that other modules have imported from a
-        reloaded module are updated in place.
+        As with `%autoreload`, functions and classes of the module are updated in place, so that
+        other modules that have imported them use the new code.
         """
         for name, (source, modified_ns) in self._find_edited(before_ns).items():
             autoreload = import_module("IPython.extensions.autoreload")
@@ -327,9 +343,10 @@ class OwnModules(MetaPathFinder):
             source.record_reload(modified_ns)
 
     def forget_edited(self, is_own: Callable[[str], bool]) -> None:
-        """Drop all modules of a script from `sys.modules` if one of them was edited.
+        """Remove all modules of a script from `sys.modules` if one of them was edited.
 
-        The script then imports all of them again: they may have imported objects from one another.
+        The script then imports all of them again. One module alone would not do, because the others
+        may have imported objects from it.
         """
         edited = self._find_edited(sys.maxsize)
         own_modules = [name for name, source in self._sources.items() if is_own(source.file)]
@@ -339,9 +356,12 @@ class OwnModules(MetaPathFinder):
                 sys.modules.pop(name, None)
 
     def _find_edited(self, before_ns: int) -> dict[str, tuple[ModuleSource, int]]:
-        """Return by name the user's modules edited between import and `before_ns`, and when."""
-        # `sys.modules` has modules in the order in which their imports ended: a module comes after
-        # the modules that it imports, and is reloaded after them.
+        """Return the user's modules that were edited since their import, but before `before_ns`.
+
+        For each module's name return its `ModuleSource` and the time of the edit.
+        """
+        # `sys.modules` has modules in the order in which their imports ended. So a module comes
+        # after the modules that it imports, and is reloaded after them.
         for name in [*sys.modules] if self._import_starts else ():
             if (began_ns := self._import_starts.pop(name, None)) is None:
                 continue
@@ -350,12 +370,12 @@ class OwnModules(MetaPathFinder):
             is_library = PACKAGES.match(file) or file.startswith(NBDIST_PREFIX)
             if file.endswith(".py") and not is_library:
                 modified_ns = _modified_ns(file)
-                # A newer time means that the file was edited after the import, in the same task.
+                # A later time means that the task has edited the file after importing it.
                 is_as_imported = modified_ns <= began_ns + CLOCKS
                 digest = _digest_of(file) if is_as_imported else b""
                 imported = modified_ns if is_as_imported else began_ns
                 self._sources[name] = ModuleSource(file, _short_path(name, file), imported, digest)
-        self._import_starts.clear()  # the names that are left belong to no imported module
+        self._import_starts.clear()  # the remaining names are of imports that have failed
         times = {name: (each, _modified_ns(each.file)) for name, each in self._sources.items()}
         return {
             name: (each, modified_ns)

@@ -1,8 +1,9 @@
 """Finds variables that an aborted collective may have filled in part.
 
-Gloo writes a result piece by piece into tensors of the caller. The traceback leads to the tensors:
-arguments of a function of `torch.distributed`, a result that was awaited, or a model's gradients.
-Variables that share their memory are incomplete. The kernel asks for them if a task has failed.
+Gloo writes a result piece by piece into the caller's tensors. The traceback of the failed task
+leads to these tensors: arguments of a function of `torch.distributed`, the result of an
+asynchronous collective, or a model's gradients. Variables that share the tensors' memory are
+incomplete. The kernel calls `find_incomplete` in each worker whose task has failed.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ WRITTEN: dict[Callable[..., Any], str] = {
     dist.reduce_scatter_tensor: "output",
     dist.scatter: "tensor",
 }
-"""The parameter into which each collective writes."""
+"""For each collective, the name of the parameter into whose tensors it writes."""
 
 _PARAMETERS = {inspect.unwrap(each).__code__: name for each, name in WRITTEN.items()}
 
-MAX_SEARCHED_PARTS = 100_000  # objects of a variable that are searched
+MAX_SEARCHED_PARTS = 100_000  # objects in a variable that are searched at most
 
 AddressRange = tuple[int, int]
 """The first address of a piece of memory, and the first address after it."""
@@ -53,8 +54,8 @@ AddressRange = tuple[int, int]
 def find_incomplete(error: BaseException, names: Mapping[str, Any]) -> Incomplete | None:
     """Return the variables that an aborted collective may have filled in part, or None.
 
-    Also None if an object of the user raises while it is searched: this exception must not replace
-    the task's own error.
+    `error` is the exception that ended the task. Also return None if an object of the user raises
+    an exception while it is searched: that exception must not replace `error`.
     """
     try:
         return _find_or_raise(error, dict(names))
@@ -66,8 +67,8 @@ def _find_or_raise(error: BaseException, names: Mapping[str, Any]) -> Incomplete
     chain = [*exception_chain(error)]
     if not any(connections_after(message_of(each)) for each in chain):
         return None
-    # KeyboardInterrupt may have replaced the exception of the aborted collective. Search the calls
-    # of all exceptions in the chain.
+    # Search the calls of all exceptions in the chain: a KeyboardInterrupt may have replaced the
+    # exception of the aborted collective.
     calls = [call for each in chain for call in traceback.walk_tb(each.__traceback__)]
     cells = cell_numbers()
     lines = [line for frame, line in calls if frame.f_code.co_filename in cells]
@@ -78,7 +79,10 @@ def _find_or_raise(error: BaseException, names: Mapping[str, Any]) -> Incomplete
 def _find_parts(
     frames: Iterable[FrameType], names: Mapping[str, Any]
 ) -> tuple[str, list[tuple[str, str]]]:
-    """Return the aborted operation's name and the parts of variables it fills, or "" and []."""
+    """Return the name of the aborted operation, and the parts of variables that it has filled.
+
+    Return "" and [] if the calls show no such operation.
+    """
     is_in_torch = False
     for frame in frames:
         if parameter := _PARAMETERS.get(frame.f_code):
@@ -97,7 +101,7 @@ def _find_parts(
 
 
 def _result_of(work: dist.Work) -> object:
-    """Return the tensors of an asynchronous collective; None if torch does not provide them."""
+    """Return the result of an asynchronous collective; None if torch does not provide it."""
     try:
         return work.result()
     except RuntimeError:
@@ -105,11 +109,12 @@ def _result_of(work: dist.Work) -> object:
 
 
 def _variables_in(names: Mapping[str, Any], spans: list[AddressRange]) -> Iterator[tuple[str, str]]:
-    """Yield the part and the name of variables that share memory with the spans.
+    """Yield the variables that share memory with the spans, each as a part and a name.
 
-    The part is "gradients" or "parameters" of a module, and "" if the value itself is meant.
+    The part is "gradients" or "parameters" of a module, and "" for the value itself.
     """
-    visited: set[int] = set()  # ids of parameters, which a wrapper shares with the module inside it
+    # Ids of parameters that were found before: a DDP module has the parameters of the model in it.
+    visited: set[int] = set()
     for name, value in names.items():
         if name.startswith("_"):
             continue
@@ -130,7 +135,7 @@ def _overlap(spans: Iterable[AddressRange], others: Iterable[AddressRange]) -> b
 
 
 def _spans_of(value: object) -> Iterator[AddressRange]:
-    """Yield the memory of tensors and arrays in a value, also in lists, tuples and dict values."""
+    """Yield the memory of each tensor and array in a value, also in lists, tuples and dicts."""
     pending, visited = [value], set[int]()
     for _ in range(MAX_SEARCHED_PARTS):
         if not pending:

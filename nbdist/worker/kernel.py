@@ -1,6 +1,6 @@
-"""The kernel of a rank: an ipykernel that runs the agent's tasks and returns their outcome.
+"""The kernel of a rank: an ipykernel that runs the agent's tasks and returns their outcomes.
 
-`nbdist.worker.main` makes one in each worker, and calls it for each task on the main thread.
+`nbdist.worker.main` makes one kernel in each worker, and calls it on the main thread for each task.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ LONGEST_PROMPT = 10_000
 
 
 class WorkerKernel(IPythonKernel):
-    """Binds the variables of each task, runs the task, and reports which names it has bound."""
+    """The kernel of a worker, whose `run` runs a task and returns its outcome, a `Done`."""
 
     session: MarkingSession
     namespace: Namespace
@@ -137,8 +137,8 @@ class WorkerKernel(IPythonKernel):
         if isinstance(task.work, OpCall) and done.status != "ok":
             forget_errors(self.shell, error)
             error = None
-            gc.collect()  # code that inspected the frames has left reference cycles to them
-        # Release the objects before `pop_ended_keys` lists the objects that have ended.
+            gc.collect()  # reference cycles may keep the frames of the error, and their variables
+        # Release the task's objects before `pop_ended_keys` lists the objects that have ended.
         error = value = None
         self.namespace.forget_old_values(context.bound | context.deleted)
         changed = self.own_modules.pop_edited_files(began, reloads=reloads_modules(self.shell))
@@ -146,7 +146,9 @@ class WorkerKernel(IPythonKernel):
         tracking.flush()
         flush_streams()
         counterparts = self.namespace.counterparts
-        with without_cycles():  # a collection in here could end objects that are never reported
+        # Collect no garbage in this context: an object that ended after `pop_ended_keys` would be
+        # missing in this outcome, and the next task could still refer to the object.
+        with without_cycles():
             dead, lost = counterparts.pop_ended_keys(), counterparts.pop_lost_keys()
             counterparts.begin_idle()
         return replace(
@@ -191,10 +193,12 @@ class WorkerKernel(IPythonKernel):
     async def _perform(self, work: Work, context: Context) -> tuple[BaseException | None, Any]:
         """Run a cell or an op; return the exception that it raised, or None, and its value.
 
-        The value of a cell is that of its last expression. Stop can also raise KeyboardInterrupt.
+        The value of a cell is that of its last expression. Raises KeyboardInterrupt if Stop
+        interrupts IPython before or after the cell's own code.
         """
+        # Packed arguments may refer to objects that `end_idle` drops. So for a call with packed
+        # arguments, `receive_values` calls `end_idle` once it has read the arguments.
         if not (isinstance(work, OpCall) and "packed" in work.arguments):
-            # Packed arguments may refer to objects that `end_idle` drops: read the arguments first.
             self.namespace.counterparts.end_idle()
         if isinstance(work, CellCode):
             return await self._run_source(work.text, context), context.shell.displayhook.pop_value()
@@ -221,8 +225,8 @@ class WorkerKernel(IPythonKernel):
             try:
                 reply: Any = await self.do_execute(text, silent=False, allow_stdin=True)
             except KeyboardInterrupt:
-                # ipykernel runs a cell with an `await` as an asyncio task. Cancel the task, which
-                # would run after Stop.
+                # ipykernel runs a cell with an `await` as an asyncio task. Cancel this task, which
+                # would otherwise go on after Stop.
                 for task in asyncio.all_tasks():
                     if getattr(task.get_coro(), "__name__", "") == RUNS_CELLS:
                         task.cancel()
@@ -232,8 +236,8 @@ class WorkerKernel(IPythonKernel):
                 return None
         result = shell.last_execution_result
         raised = (result.error_before_exec, result.error_in_exec) if result is not None else ()
-        # Only `session.shown_error` has an exception that was raised while the last value was
-        # shown. Compare with None, because an exception can be falsy.
+        # If showing the last value has raised an exception, only `session.shown_error` has it.
+        # Compare with None, because an exception can be falsy.
         shown = self.session.shown_error[0]
         errors = (error for error in (*raised, shown) if error is not None)
         return next(errors, RuntimeError(reply["evalue"]))
@@ -274,7 +278,10 @@ class WorkerKernel(IPythonKernel):
         self.io_loop.add_callback(self.io_loop.stop)
 
     def handle_comm(self, comm: Comm) -> None:
-        """Pass a page's message to a widget of this rank; SIGINT interrupts the widget's code."""
+        """Pass a message from the page to a widget of this rank.
+
+        SIGINT interrupts the code that the widget runs.
+        """
         content = {"comm_id": comm.id, "data": comm.data}
         message = self.session.msg(comm.kind, content, metadata={**comm.metadata})
         message["buffers"] = [memoryview(each) for each in comm.buffers]
@@ -285,22 +292,24 @@ class WorkerKernel(IPythonKernel):
                 self.shell_handlers[comm.kind](None, None, message)
             finally:
                 signal.signal(signal.SIGINT, before)
-        signal.signal(signal.SIGINT, before)  # again: a SIGINT may have skipped the line above
+        # Again, because a SIGINT may have come before the line in `finally` was run.
+        signal.signal(signal.SIGINT, before)
         flush_streams()
 
     def get_parent(self, *channel: Any) -> dict[str, Any]:
-        """Return the parent message; in a cell, which is no Jupyter message here, only a header.
+        """Return the Jupyter message that is being handled, or else a header with the rank's id.
 
-        `ipywidgets.Output` reads the id in this header.
+        A worker gets its cells from the agent, not as Jupyter messages. `ipywidgets.Output` reads
+        the id in the header.
         """
         return super().get_parent(*channel) or {"header": {"msg_id": self.ident}}
 
     def raw_input(self, prompt: object = "") -> str:
-        """Ask the notebook for a line; replaces `input`, also in scripts and functions."""
+        """Ask the user for a line of input; replaces `input`, also in scripts and functions."""
         return self._ask_for_line(str(prompt), secret=False)
 
     def getpass(self, prompt: object = "Password: ", *_: object, **__: object) -> str:
-        """Ask the notebook for a line without showing it; replaces `getpass.getpass`."""
+        """Ask the user for a line that is not shown; replaces `getpass.getpass`."""
         return self._ask_for_line(str(prompt), secret=True)
 
     def _ask_for_line(self, prompt: str, *, secret: bool) -> str:
@@ -329,7 +338,7 @@ class WorkerApp(IPKernelApp):
     rank, token = 0, ""
 
     def parse_command_line(self, argv: Any = None) -> None:
-        """Parse no arguments: building the parser would take a tenth of the time of a start."""
+        """Do nothing: building a parser of arguments would take a tenth of the worker's start."""
 
     @default("session")
     def _marking_session(self) -> Session:
@@ -338,7 +347,7 @@ class WorkerApp(IPKernelApp):
         return session
 
     def init_iopub(self, context: Any) -> None:
-        """Let zmq queue any number of messages: by default it drops messages beyond 1,000."""
+        """Let zmq queue any number of output messages; by default it drops those beyond 1,000."""
         context.sndhwm = 0
         publish_without_port()
         super().init_iopub(context)
@@ -351,13 +360,16 @@ class WorkerApp(IPKernelApp):
         self.patch_io()
 
     def init_poller(self) -> None:
-        """Start no thread that polls for the parent's exit: Linux kills the worker at that exit.
+        """Do nothing, instead of starting a thread that polls whether the parent has exited.
 
-        `die_with_parent` asks Linux to do so.
+        Linux kills the worker when its parent exits, as `die_with_parent` has requested.
         """
 
     def init_code(self) -> None:
-        """Run no start-up files: the notebook runs them, and sends the variables that they bind."""
+        """Do nothing, instead of running start-up files.
+
+        The notebook runs these files, and sends the variables that they bind.
+        """
 
 
 def make_app(start: WorkerStart) -> WorkerApp:
@@ -365,8 +377,8 @@ def make_app(start: WorkerStart) -> WorkerApp:
     # A forked process may have inherited its parent's running loop.
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    # Let every signal wake the loop. ipykernel's handler for SIGINT during a top-level `await` only
-    # queues a callback, which a loop that sleeps in the selector would not notice.
+    # Let every signal wake the loop. During a top-level `await`, ipykernel's handler of SIGINT only
+    # queues a callback: a loop that sleeps in its selector would not run the callback.
     wake, wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
     loop.add_reader(wake, os.read, wake, 4096)
@@ -376,10 +388,12 @@ def make_app(start: WorkerStart) -> WorkerApp:
     app.config.HistoryManager.enabled = False
     app.initialize([])
     shell: Any = app.shell
-    # A worker has no pager: print the texts of `x?` and `%psource` like any other output.
+    # Print the texts of `x?` and `%psource` like any other output: no front end shows the pager of
+    # a worker.
     shell.set_hook("show_in_pager", as_hook(display_page), 0)
-    # With this key tqdm and transformers would draw bars as widgets or changing HTML. A rank's bars
-    # must be text, which the notebook compares. Other libraries look at the shell's class instead.
+    # If the configuration has this key, tqdm and transformers draw bars as widgets or changing
+    # HTML. A rank's bars must be text, which the notebook compares. Libraries that look for a
+    # notebook in another way look at the name of the shell's class.
     shell.config.pop("IPKernelApp", None)
     number_cells(shell)
     shell.shorten_tracebacks()
@@ -400,9 +414,10 @@ def make_app(start: WorkerStart) -> WorkerApp:
     tracking.connect(partial(kernel.publish, TRACKED_TYPE))
     kernel.own_modules, kernel.syncs_code = OwnModules(), start.world.config.sync_code
     sys.meta_path.insert(0, kernel.own_modules)
-    # Makes `%autoreload 2` work without `%load_ext autoreload`.
+    # With this `%autoreload 2` works without `%load_ext autoreload`.
     shell.magics_manager.register_lazy("autoreload", "IPython.extensions.autoreload")
-    # ipykernel replaces both only while it runs a cell; scripts and functions need them too.
+    # ipykernel replaces `input` and `getpass` only while it runs a cell. Scripts and functions that
+    # an op runs need the replacements too.
     builtins.input, getpass.getpass = kernel.raw_input, kernel.getpass
     use_debugger()
     draw_bars_as_text()

@@ -68,20 +68,21 @@ from nbdist.worker.tracebacks import gpu_start_error
 def run_worker(start: WorkerStart, agent_pid: int) -> None:
     """Start the kernel, form the group, and run tasks until the kernel stops; never returns.
 
-    Two marks on stdout tell the agent how far the start is: "up" once the kernel's sockets are
-    bound, "ready" once the group is formed and the loop reads tasks.
+    The worker writes two marks to stdout, by which the agent follows the start: "up" once the
+    kernel's sockets are bound, and "ready" once the group is formed and the loop reads tasks.
     """
     own_path = list(sys.path)
     prepare_torch(start)
     import_ops()
     with threads_without_sigint():
         app = make_app(start)
-    # Remove Python's prompts: Lightning takes them for an interactive session, in which it refuses
-    # to run several processes.
+    # Remove Python's prompts: if `sys.ps1` exists, Lightning assumes an interactive session, in
+    # which it refuses to run several processes.
     for prompt in ("ps1", "ps2"):
         if hasattr(sys, prompt):
             delattr(sys, prompt)
-    # After `exit()` IPython warns how to leave the kernel; this advice is wrong for a worker.
+    # After a cell has called `exit()`, IPython warns "To exit: use 'exit'". Hide this warning: a
+    # cell cannot end a worker.
     warnings.filterwarnings("ignore", message="To exit: use")
     reserve_addresses()
     write_stacks_to(start.stack_file)
@@ -101,7 +102,8 @@ def run_worker(start: WorkerStart, agent_pid: int) -> None:
     if group is not None:
         group.form()
     app.kernel.around = Around(start, own_path)
-    # Write the mark as the first callback of the loop, which reads tasks and requests from then on.
+    # The loop writes the mark, so that the agent sees "ready" only once the loop runs and reads
+    # tasks.
     asyncio.get_event_loop().call_soon(write_all, mark(start.token, "ready"))
     app.start()
     tasks.close()
@@ -121,17 +123,19 @@ def run_worker(start: WorkerStart, agent_pid: int) -> None:
 def become_worker(start: WorkerStart, agent_pid: int = 0) -> None:
     """Make this process the worker of one rank, and exit when its kernel stops; never returns.
 
-    `agent_pid` is 0 if the process was spawned, not forked: a spawned process has its environment.
+    `agent_pid` is the agent's process id if this process was forked, and 0 if it was spawned.
     """
     limit_descriptors()
     environ = {**start.world.environ, **start.environ}
     if agent_pid:
-        # The notebook's environment, and torchrun's variables.
+        # A forked process has the fork server's variables: replace them by the notebook's, with the
+        # variables that torchrun sets, such as RANK.
         os.environ.clear()
         os.environ.update(environ)
     elif os.environ.get("PYTHONPATH", "") == safe_path(environ, start.world.cwd):
-        # A spawned worker was started with these variables; keep changes that a wrapper of Python
-        # has made. Only PYTHONPATH is set again, as `safe_path` has left out some of its entries.
+        # The agent started a spawned worker with these variables, so keep the changes that a
+        # wrapper script around Python may have made since. Set only PYTHONPATH again, because the
+        # agent has removed some of its entries (`safe_path`).
         os.environ.update({k: v for k, v in environ.items() if k == "PYTHONPATH"})
     os.environ[WORKER_PID] = str(os.getpid())
     folder = nearest_folder(start.world.cwd)
@@ -144,7 +148,8 @@ def become_worker(start: WorkerStart, agent_pid: int = 0) -> None:
         exit_with(f"{has}: {mismatch.why}. `--python` names another one", LAST_LINE_SAYS)
     try:
         if agent_pid:
-            # Forked processes share random state, key and temporary folder: give each rank its own.
+            # A forked process has the fork server's random state, multiprocessing key, temporary
+            # folder and time zone. Ranks would share these, so set them again.
             torch.default_generator.seed()
             if (random := sys.modules.get("numpy.random")) is not None:
                 random.seed()
@@ -174,19 +179,19 @@ def exit_with(reason: str, code: int = 1) -> None:
 # --- tasks from the agent, done in turn on the main thread ----------------------------------------
 
 LOOK_EVERY_MS = 200  # after which a waiting thread checks whether another thread has read its reply
-CATCH_UP_SECONDS = 60.0  # to wait for the agent to read all output: the agent may be paused
+CATCH_UP_SECONDS = 60.0  # the longest wait until the agent has read all output: it may be paused
 INPUT_IN_CHILD = (
     "a process forked by the rank cannot read input: use `num_workers=0` for a `DataLoader`"
 )
 
 
 class Tasks:
-    """The socket through which a worker gets tasks, and replies to its requests.
+    """The socket through which a worker gets tasks, and the replies to its own requests.
 
     Threads other than the main thread may call only `ask` and `catch_up`. The agent's first
-    connection is for tasks, and the kernel stops when the agent closes it. A further connection is
-    for requests, which the control thread answers. ipykernel's shell channel is not used: its own
-    thread and signatures would take longer than a short cell.
+    connection brings tasks, and the kernel stops when the agent closes this connection. Further
+    connections bring the agent's requests to the control thread. ipykernel's shell channel is not
+    used, because its thread and its signatures would take longer than a short cell.
     """
 
     def __init__(
@@ -202,8 +207,8 @@ class Tasks:
         self._task_arrived = asyncio.Event()
         self._cutter = FrameCutter()
         self._read_lock = threading.Lock()
-        # A thread must not write into another thread's frame. The lock is reentrant, because a
-        # signal handler of the user may send on the thread that is sending.
+        # Two threads must not mix the bytes of their frames. The lock is reentrant, because a
+        # user's signal handler may send while it interrupts a thread that holds the lock.
         self._send_lock = threading.RLock()
         self._replies: dict[int, InputReply | None] = {}
         self._agent: socket.socket | None = None
@@ -223,7 +228,10 @@ class Tasks:
                 each.close()
 
     def ask(self, prompt: str, *, secret: bool, by_debugger: bool) -> InputReply:
-        """Ask the notebook for a line; return its text, or a problem.  Any thread may call this."""
+        """Ask the user for a line of input, and wait for it; any thread may call this.
+
+        The reply has the text of the line, or a problem that kept the notebook from asking.
+        """
         if self._agent is None or os.getpid() != self._pid:
             return InputReply(0, problem=INPUT_IN_CHILD)
         flush_streams()
@@ -236,7 +244,10 @@ class Tasks:
         return self._wait_for_reply(ItemsWanted(self._session.mark_place(), tuple(outcomes)))
 
     def catch_up(self) -> None:
-        """Wait until the agent has read all output, at most `CATCH_UP_SECONDS`; on any thread."""
+        """Wait until the agent has read all output, at most `CATCH_UP_SECONDS`.
+
+        Any thread may call this.
+        """
         if self._agent is not None:
             self._wait_for_reply(CatchUp(self._session.mark_place()), CATCH_UP_SECONDS)
 
@@ -256,7 +267,7 @@ class Tasks:
             del self._replies[number]
 
     def _has_more(self) -> bool:
-        """Return True if a task has not begun, or if unread data has come, which may be a task."""
+        """Return True if a task is pending, or if the socket has unread data, maybe of a task."""
         return self._has_read_more() or is_ready(self._agent or self._listener, 0)
 
     def _has_read_more(self) -> bool:
@@ -293,7 +304,7 @@ class Tasks:
                     self._replies[number] = message
             case Comm():
                 self._pending.append(message)
-                # Handle the message soon, even while a task awaits something.
+                # If a cell awaits something, the loop is free to handle the message meanwhile.
                 self._loop.call_soon_threadsafe(self._handle_comms)
             case _:
                 self._pending.append(message)
@@ -303,7 +314,7 @@ class Tasks:
                     self._loop.call_soon_threadsafe(self._task_arrived.set)
 
     def _handle_comms(self) -> None:
-        """Handle the messages of pages that arrived before the next pending task."""
+        """Handle the messages for widgets that arrived before the next pending task."""
         while self._pending and isinstance(comm := self._pending[0], Comm):
             self._pending.popleft()
             self._kernel.handle_comm(comm)
@@ -312,8 +323,8 @@ class Tasks:
         try:
             self._read(agent)
         except MemoryError as error:
-            # Exit, because the task is lost, or because its data stays in the socket and the loop
-            # would call this method for ever.
+            # Too little memory was free to read a task. The task is lost, or its data stays in the
+            # socket, and the loop would call this method for ever. So exit.
             exit_with(f"a task could not be read: {error!r}")
 
     async def _serve(self) -> None:
@@ -327,7 +338,7 @@ class Tasks:
                     continue
                 try:
                     outcome = await self._kernel.run(task, self._interrupts)
-                except KeyboardInterrupt:  # a second SIGINT, while the task's own was handled
+                except KeyboardInterrupt:  # a second SIGINT came while the first one was handled
                     self._interrupts.end()
                     STEPS.end_task()
                     outcome = Done(
@@ -339,8 +350,8 @@ class Tasks:
                     )
                 if os.getpid() != self._pid:
                     os._exit(0)  # a child that the cell forked: only the parent reports the end
-                # `mark_place` writes a mark before `Finished` is sent: the agent first reads all
-                # text before the mark.
+                # `Finished` has the number of a mark that is written to stdout first. So the agent
+                # reads all text of the task before it reports the end.
                 self._send(Finished(self._session.mark_place(), task.id, outcome))
 
     def _send(self, message: TaskMessage) -> None:
@@ -351,6 +362,6 @@ class Tasks:
 
 
 def _exit_unless_cancelled(serve_task: asyncio.Task[None]) -> None:
-    """Exit if `_serve` has failed: the notebook would wait for ever for the end of a task."""
+    """Exit if `_serve` has failed, since the notebook would wait for the task's end for ever."""
     if not serve_task.cancelled():
         exit_with(f"the end of a cell could not be reported: {serve_task.exception()!r}")

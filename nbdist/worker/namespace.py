@@ -1,6 +1,7 @@
-"""The worker's `__main__`: binds a task's variables, finds changed names, and packs values.
+"""The variables of a worker, in its `__main__`: receives, compares and packs them.
 
-The kernel and the ops use this module, mostly on the main thread. `find_op` finds ops by name.
+The kernel and the ops use this module in each worker, mostly on the main thread. `find_op` finds
+the function of an op by its name.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ MOVED_EVERY = 0.25  # seconds between two messages on how much of a big value ha
 
 @dataclass
 class Taken:
-    """Variables that were received and are not bound yet, with the objects in them that have a key.
+    """Variables that this rank has received and not bound yet.
 
-    `arrived` is the notebook's message if the values are counterparts of its objects, else None.
+    `keyed` has the objects in the values that have a key. `arrived` is the notebook's message if
+    the values are counterparts of the notebook's objects, else None.
     """
 
     values: dict[str, Any]
@@ -60,7 +62,10 @@ class Taken:
 
 @dataclass(frozen=True)
 class Bound:
-    """The names that were bound, the keys of objects from another rank, and replaced old values."""
+    """The result of `bind_received`: the bound `names`, and the old values that were `replaced`.
+
+    `gained` are the keys of objects that came from another rank.
+    """
 
     names: frozenset[str]
     gained: tuple[int, ...]
@@ -80,7 +85,10 @@ class VariableError(Problem):
 
 
 class Namespace:
-    """Wraps the kernel's `user_ns`, which is also the `__main__` of the process."""
+    """The variables of this rank: wraps the kernel's `user_ns`, the names of `__main__`.
+
+    `ready` has the variables that every worker has from its start, such as `rank` and `device`.
+    """
 
     def __init__(self, names: dict[str, Any]) -> None:
         self._names = names
@@ -94,27 +102,27 @@ class Namespace:
         self._identities: dict[str, Identity] = {}
 
     def add_ready(self, names: Mapping[str, Any]) -> None:
-        """Bind the names that every worker has from its start, and keep them in `ready`."""
+        """Bind variables that every worker has from its start, and add them to `ready`."""
         self.ready.update(names)
         self._names.update(names)
 
     def change_ready(self, name: str, value: object) -> None:
-        """Change the value of a name of `ready`; bind the name unless a cell has bound it."""
-        # Compare the identity: if a cell has bound a tensor, comparing the values would raise.
+        """Change a value in `ready`, and the variable too unless a cell has given it a value."""
+        # Compare by `is`: if a cell has bound a tensor, `==` would not return a bool.
         if self._names.get(name) is self.ready[name]:
             self._names[name] = value
         self.ready[name] = value
 
     def receive(self, task: Task, rank: int) -> list[str]:
-        """Bind a task's variables, change objects that the notebook has changed, delete variables.
+        """Bind the variables that came with a task, and make the notebook's changes of objects.
 
-        If a variable cannot be rebuilt, no variable is bound, and VariableError is raised. Return
-        the variables of this rank that were deleted because the notebook has deleted them. Names of
-        `ready` that a cell has deleted are bound again.
+        Variables that the notebook has deleted are deleted; their names are returned. If a variable
+        cannot be rebuilt, no variable is bound, and VariableError is raised. Names of `ready` that
+        a cell has deleted are bound again in any case.
         """
         for name in self.ready.keys() - self._names.keys():
             self._names[name] = self.ready[name]
-        # The notebook has read all lent values by the time it sends a further task.
+        # The notebook sends a further task only after it has read all values that were lent to it.
         for task_id in list(self._lent_segments):
             self.release_values(task_id)
         self.counterparts.forget(task.forget.get(rank, ()))
@@ -130,7 +138,10 @@ class Namespace:
         return deleted
 
     def receive_values(self, payload: Payload) -> dict[str, Any]:
-        """Return the arguments of a call, without binding variables; register their objects."""
+        """Return the arguments of a call, without binding variables.
+
+        The objects in the arguments are registered by their keys, as variables' objects are.
+        """
         try:
             arrived = self.read(payload)
             self._commit(arrived, lent=True)
@@ -139,7 +150,7 @@ class Namespace:
         return arrived.values
 
     def read(self, payload: Payload) -> ReceivedMessage:
-        """Rebuild the values of a message without binding them; VariableError if that fails."""
+        """Rebuild the values of a message without binding variables; raises VariableError."""
         try:
             return self.counterparts.read(open_payload(payload))
         except CannotRebuild as problem:
@@ -174,17 +185,23 @@ class Namespace:
             ) from error
 
     def keep_received(self, received: Taken, task_id: str) -> None:
-        """Keep received values for `bind_received` or `pop_received`; drop older ones."""
+        """Keep received values for `bind_received` or `pop_received`, and drop those of before."""
         self._received = {task_id: received}
 
     def pop_received(self) -> Taken:
-        """Return the values of `keep_received` and drop them; VariableError without such values."""
+        """Return the values that `keep_received` has kept, and forget them.
+
+        Raises VariableError if there are none.
+        """
         if not self._received:
             raise VariableError("there is nothing to bind: this rank has received no values")
         return self._received.popitem()[1]
 
     def bind_received(self) -> Bound:
-        """Bind the values of `keep_received`; change variables of the same structure in place."""
+        """Bind the variables that `keep_received` has kept.
+
+        If the old value of a variable has the same structure, it is changed in place instead.
+        """
         received = self.pop_received()
         if received.arrived is not None:
             self._commit(received.arrived)
@@ -196,7 +213,7 @@ class Namespace:
         return Bound(frozenset(received.values), gained, replaced)
 
     def release_values(self, task_id: str) -> None:
-        """Release the values that a task has received, lent or kept.
+        """Release the memory of the values that a task has received, kept, or lent to the notebook.
 
         The control thread calls this, too.
         """
@@ -206,8 +223,8 @@ class Namespace:
             segment.close()
 
     def snapshot(self) -> dict[str, Identity]:
-        """Return which object each name is bound to, for `changes_since`."""
-        # Reuse the last snapshot's identities: names are many, and few get another object.
+        """Return an `Identity` of each variable's object, for `changes_since`."""
+        # Reuse the identities of the last snapshot: few of many variables get another object.
         identities, items = self._identities, self._user_items()
         self._identities = {
             name: identities[name] if _is_still(identities, name, value) else Identity(value)
@@ -216,7 +233,7 @@ class Namespace:
         return self._identities
 
     def changes_since(self, before: Mapping[str, Identity]) -> tuple[set[str], set[str]]:
-        """Return names bound to another object than in `before`, and names deleted since then."""
+        """Return the names that were bound to another object since `before`, and deleted names."""
         items = self._user_items()
         bound = {name for name, value in items if not _is_still(before, name, value)}
         return bound, before.keys() - self._names.keys()
@@ -224,45 +241,47 @@ class Namespace:
     def forget_old_values(self, names: Iterable[str]) -> None:
         """Forget the old values of variables that a task has bound or deleted.
 
-        Kept identities keep small lists and dicts alive, whose keys `Done.dead` would then lack.
+        An `Identity` keeps a small list or dict alive. If the object has a key, the key would then
+        be missing in `Done.dead`.
         """
         for name in names:
             self._identities.pop(name, None)
             self.counterparts.forget_sent_value(name)
 
     def _user_items(self) -> list[tuple[str, Any]]:
-        """List names and values, without names of IPython and Python such as `_i3`."""
-        # Copy the dict first: threads of cells may bind names meanwhile.
+        """List the user's variables, without names of IPython and Python such as `_i3`."""
+        # Iterate over a copy, because threads of cells may bind names meanwhile.
         return [each for each in dict(self._names).items() if not _is_system_name(each[0])]
 
     def import_paths(self, names: Iterable[str]) -> dict[str, str]:
-        """Return by name import paths of modules, functions and classes, such as `torch.nn:Linear`.
+        """Return the import paths of those names that are modules, functions or classes.
 
-        A path is "" if importing it would not give the object. Definitions of cells are left out.
+        A path such as `torch.nn:Linear` is "" if importing it would not give the object. Functions
+        and classes that cells have defined are left out.
         """
         import_paths = ((name, _import_path(self._names.get(name))) for name in names)
         return {name: import_path for name, import_path in import_paths if import_path is not None}
 
     def kinds(self, names: Iterable[str]) -> dict[str, int]:
-        """Return the kinds of values that are modules, optimizers or tensors, by name."""
+        """Return by name the kinds of values that are torch modules, optimizers or tensors."""
         kinds = {name: kind_of(self._names.get(name)) for name in names}
         return {name: kind for name, kind in kinds.items() if kind != OTHER}
 
     def covered_names(self, names: Iterable[str]) -> frozenset[str]:
-        """Return the names of `ready` among `names` that have another value now or were deleted."""
+        """Return which of `names` are in `ready`, and have another value now or were deleted."""
         return frozenset(
             name
             for name in self.ready.keys() & names
             if (value := self._names.get(name)) is not (ready := self.ready[name])
-            # A number or device with the same text counts as the same.
+            # A number or device that is equal by its text counts as the same value.
             and not (isinstance(value, int | str | type(ready)) and str(value) == str(ready))
         )
 
     def import_names(self, imports: Mapping[str, str]) -> frozenset[str]:
-        """Import names that another worker imported and this rank lacks; return the names bound.
+        """Import the modules, functions and classes of another worker that this rank lacks.
 
-        `imports` has results of `import_paths` in that worker. A failed import is only reported on
-        stderr: the cell may not need the name.
+        `imports` has the other worker's import paths by name. Return the names that were bound. If
+        an import fails, only a line on stderr says so, because the cell may not need the name.
         """
         bound = set()
         for name, import_path in imports.items():
@@ -284,7 +303,7 @@ class Namespace:
     def fetch(self, expressions: Sequence[str], task_id: str) -> Payload:
         """Pack the values of expressions for the notebook; CUDA tensors become CPU tensors.
 
-        Raises VariableError if an expression raises an exception or its value cannot be packed. A
+        Raises VariableError if an expression raises an exception, or if a value cannot be packed. A
         big payload occupies memory of this machine until `release_values` or the next task.
         """
         values = {}
@@ -302,7 +321,10 @@ class Namespace:
             ) from error
 
     def pack(self, value: Any, task_id: str, title: str) -> Payload | None:
-        """Pack the value of an op; VariableError says which part cannot be sent, and why."""
+        """Pack the value that an op has returned.
+
+        If the value cannot be sent, VariableError says which part of it, and why.
+        """
         if value is None:
             return None
         inner = tuple((each.ref.path, each.ref) for each in self._lent_segments.get(task_id, ()))
@@ -315,13 +337,14 @@ class Namespace:
             raise VariableError(f"{part} ({kind}) cannot be sent back: {why}.") from error
 
     def frames_of(self, value: Any) -> list[Buffer]:
-        """Return the frames of a value for the notebook; raises what pickling raises."""
+        """Pickle a value for the notebook, and return the frames; raises what pickling raises."""
         return frames_of(value, self._names, ReturnReducer().reduce)
 
     def lend(self, value: Any, task_id: str, home: ReturnReducer | None = None) -> Payload:
-        """Pack a value; a value too big for a message is put into a segment until `release_values`.
+        """Pack a value for the notebook.
 
-        `home` pickles values that have a meaning only among ranks.
+        A value that is too big for a message is put into shared memory, a segment, which stays
+        until `release_values`. `home` pickles objects that have a meaning only among ranks.
         """
         payload, segment = self._pack_value(value, home)
         if segment is not None:
@@ -329,15 +352,17 @@ class Namespace:
         return payload
 
     def blame(self, name: str, value: Any, error: Exception) -> tuple[str, str, str]:
-        """Return the path to the part of a value that cannot be sent, its type, and why."""
+        """Return which part of a value cannot be sent: the path to the part, its type, and why."""
         if isinstance(error, SpreadValue):
             return name, type_name(value), str(error)
         return blame(name, value, fails_in(self._names), error)[:3]
 
     def pack_or_keep(self, value: object, task_id: str) -> tuple[Payload | None, int | None]:
-        """Pack the last value of a cell; return a small one, or keep a big one and return its size.
+        """Pack the last value of a cell; return the packed value and the size of a kept value.
 
-        A value that cannot be packed is no error of the cell: `lend_kept` returns the reason later.
+        A small value is returned. A big value is kept in this process, for `lend_kept`, and only
+        its size is returned. A value that cannot be packed is no error of the cell: the size is 0,
+        and `lend_kept` returns the reason later.
         """
         if value is None:
             return None, None
@@ -354,14 +379,14 @@ class Namespace:
         return None, sum(segment.ref.sizes)
 
     def pack_small(self, value: object) -> tuple[Payload | None, int | None]:
-        """Pack and return the last value of a cell if it is small; do not copy a bigger value.
+        """Pack and return the last value of a cell if it is small.
 
-        Return None and 0 if the value is bigger or cannot be packed.
+        Return None and 0 if the value is bigger or cannot be packed. A bigger value is not copied.
         """
         if value is None:
             return None, None
         try:
-            # A sketch copies nothing from a GPU.
+            # A sketch has addresses instead of contents on a GPU, so nothing is copied from there.
             pickled = pickle(value, self._names, sketch=True, reduce=ReturnReducer().reduce)
             if pickled.is_sketch or pickled.size >= INLINE_LIMIT:
                 return None, 0
@@ -371,10 +396,14 @@ class Namespace:
         return payload, None
 
     def lend_kept(self, kept_task_id: str, task_id: str) -> Brought:
-        """Lend the value that was kept for a task, or return the reason why it is not available."""
+        """Lend the notebook the last value that was kept for the task `kept_task_id`.
+
+        If the value is not available, return the reason.
+        """
         if isinstance(kept := self.last_values.find(kept_task_id), str):
             return Brought(problem=kept)
-        # Keep the value, too: Stop may come before the notebook has read the lent one.
+        # Lend a second segment of the same memory. The first stays for a later call, as Stop may
+        # come before the notebook has read the value.
         lent = Segment.of_another(kept.ref)
         self._lent_segments.setdefault(task_id, []).append(lent)
         return Brought(packed=Payload(segment=lent.ref))
@@ -396,10 +425,10 @@ def _is_system_name(name: str) -> bool:
 
 
 def _import_path(value: Any) -> str | None:
-    """Return an import path such as `numpy` or `torch.nn:Linear`, or None.
+    """Return an import path such as `numpy` or `torch.nn:Linear`; "" if it would not give `value`.
 
-    The path is "" if importing it would not give this object. None is for values that are no
-    module, function or class, and for functions and classes of `__main__`.
+    Return None if the value is no module, function or class, and for functions and classes of
+    `__main__`, which cells have defined.
     """
     if isinstance(value, ModuleType):
         return value.__name__ if sys.modules.get(value.__name__) is value else ""
@@ -424,11 +453,12 @@ def _is_still(identities: Mapping[str, Identity], name: str, value: object) -> b
 
 @dataclass
 class Context:
-    """The shell and variables for one op or cell, and the changes that it reports with its value.
+    """The argument of each op: the rank's shell and variables, and what the op reports.
 
-    An op adds the names that it binds to `bound`, the names that it deletes to `deleted`, and the
-    keys of the notebook's objects that it gets from another rank or a file to `gained`. It may set
-    `title`, its name for the user. `cleanup` is closed once the value has been packed.
+    An op adds the names that it binds to `bound`, and the names that it deletes to `deleted`. It
+    adds the keys of objects that it gets from another rank or a file to `gained`. It may set
+    `title`, its name for the user. The kernel closes `cleanup` once the op's value was packed. The
+    kernel uses a context for each cell, too.
     """
 
     shell: Any
@@ -447,16 +477,20 @@ class Context:
 
     @property
     def names(self) -> dict[str, Any]:
-        """The worker's `__main__`."""
+        """The worker's variables, the names of its `__main__`."""
         names: dict[str, Any] = self.shell.user_ns
         return names
 
     def lend(self, value: Any, home: ReturnReducer | None = None) -> Payload:
-        """Pack a value, to be read by the notebook before it releases the task."""
+        """Pack a value for the notebook; it stays until the notebook releases the task's values."""
         return self.namespace.lend(value, self.task_id, home or ReturnReducer())
 
     def record_changes(self) -> ExitStack:
-        """Return a context that adds names bound and deleted by user code to this object."""
+        """Return a context for user code, which records in this object what the code changes.
+
+        At the end of the context, names that the code has bound or deleted are added to `bound` and
+        `deleted`.
+        """
         before = self.namespace.snapshot()
 
         def record_difference() -> None:
@@ -464,7 +498,8 @@ class Context:
             self.bound |= bound
             self.deleted |= deleted
 
-        # Not `contextmanager`, which sets attributes of exceptions: a user's class can refuse that.
+        # Do not use `contextmanager`, which sets attributes of the exceptions that pass through a
+        # context: the class of a user's exception can refuse that.
         stack = ExitStack()
         stack.callback(record_difference)
         return stack
@@ -472,9 +507,10 @@ class Context:
 
 @cache
 def import_ops() -> Mapping[str, ModuleType | Exception]:
-    """Import and return all modules of ops by name, or the exception that a plugin's import raised.
+    """Import all modules of ops, and return them by name.
 
-    Called before user code runs: user code may use up the descriptors that an import needs.
+    For a plugin that cannot be imported, return the exception. Called before user code runs, since
+    user code may use up the descriptors that an import needs.
     """
     modules: dict[str, ModuleType | Exception] = {}
     for name, point in plugins.entry_points(plugins.OPS_GROUP).items():
@@ -488,7 +524,7 @@ def import_ops() -> Mapping[str, ModuleType | Exception]:
 
 
 def find_op(name: str) -> Callable[..., Any]:
-    """Return an op's function: `write` of the module `snapshot` for the name "snapshot.write".
+    """Return the function of an op: for "snapshot.write", `write` of the module `snapshot`.
 
     A name without a dot names both the module and its function.
     """

@@ -1,6 +1,8 @@
-"""Finds out in which line the main thread is, and for which collective it waits.
+"""Finds out in which line a worker's main thread is, and for which collective it waits.
 
-Runs mostly on the control thread of each worker, while the main thread runs a task.
+The control thread of each worker calls `Probe` on the agent's request, while the main thread runs a
+task. For the case that a thread holds the GIL, the last part of the file tells the agent where
+CPython keeps the calls of the main thread.
 """
 
 from __future__ import annotations
@@ -47,13 +49,16 @@ POINT_TO_POINT = {inspect.unwrap(each).__code__ for each in (dist.send, dist.rec
 FUTEX = 202 if os.uname().machine == "x86_64" else 98
 LIBRARIES = (PACKAGES.pattern, "<frozen ", re.escape(os.path.dirname(os.path.dirname(__file__))))
 IN_LIBRARY = re.compile("|".join(LIBRARIES))
-# `tcpi_retransmits`, `tcpi_unacked`, `tcpi_bytes_acked`, `tcpi_bytes_received` of linux/tcp.h.
+# The option for getsockopt, and the struct that it fills (tcp_info in linux/tcp.h), with the fields
+# `tcpi_retransmits`, `tcpi_unacked`, `tcpi_bytes_acked` and `tcpi_bytes_received`.
 TCP_INFO, TCP_INFO_FIELDS = 11, struct.Struct("=2xB21xI92xQQ")
-STALLED = 3  # retransmissions in vain: TCP makes them after 0.2, 0.6 and 1.4 s
+# A connection counts as stalled after so many retransmissions in vain. TCP makes these after 0.2,
+# 0.6 and 1.4 s.
+STALLED = 3
 
 
 class Probe:
-    """Locates the main thread; fast enough for ten calls a second."""
+    """Finds out what the main thread does; its methods are fast enough for ten calls a second."""
 
     def __init__(self, group: Group | None) -> None:
         self._loop = asyncio.get_event_loop()  # of the main thread, which makes this object
@@ -75,19 +80,20 @@ class Probe:
         return replace(
             spot,
             operation=operation,
-            # Reading the collectives takes a while: do it only if the rank waits or is idle.
+            # Listing the collectives takes long, and the agent needs them only of ranks that wait
+            # or are idle.
             begun=self._recent_collectives(counts) if operation or is_idle else (),
             has_help=bool(operation) and self._has_help(frames),
             is_cleaning_up=is_handling_stop(self._ident),
             has_taken_sigint=STEPS.has_taken_sigint,
             dropped_interrupts=STEPS.dropped_interrupts,
-            # nccl's number changes if the rank waits in a later collective of the same name.
+            # nccl's number shows that a rank waits in a later collective of the same name.
             counts={**begun, "nccl": nccl.number} if self.uses_nccl else begun,
             moved=moved,
             in_flight=in_flight,
             stalled=stalled,
-            # Consider only gloo's threads: ipykernel's are often busy, and nccl's work is on the
-            # GPU.
+            # Only gloo's threads count: ipykernel's threads are often busy for other reasons. With
+            # nccl the threads say nothing, because the work is on the GPU.
             is_calm=not (
                 self.uses_nccl or any(map(_is_running_gloo_thread, os.listdir("/proc/self/task")))
             ),
@@ -95,21 +101,22 @@ class Probe:
         )
 
     def locate_briefly(self) -> RankPosition:
-        """Return only the line and the collective: each further system call may cost 5 ms.
+        """Return the main thread's position with no more than the line and the collective.
 
-        After a system call the control thread waits up to 5 ms for the GIL.
+        Each further field costs a system call, after which the control thread may wait 5 ms for the
+        GIL.
         """
         return self._locate(self._stack())
 
     def trace(self) -> Traced:
-        """Return the main thread's position, and its calls, the innermost call first."""
+        """Return the main thread's position, and the calls of its stack, the innermost first."""
         frames = self._stack()
         shown = [frame for frame in frames if frame.f_code is not wait.__code__]
         cells = cell_numbers()
         return Traced(self._locate(frames), tuple(describe_frame(frame, cells) for frame in shown))
 
     def last_collective(self) -> Collective | None:
-        """Return the collective that was begun last; None if no collective was."""
+        """Return the collective that was begun last; None if no collective was begun."""
         collectives = filter(None, [self._recording.last(), self._nccl.last()])
         return max(collectives, key=lambda each: each.began_ns, default=None)
 
@@ -130,7 +137,10 @@ class Probe:
 
     @property
     def waits_for_nccl(self) -> bool:
-        """Whether user code runs while nccl's collectives are called, under way or failed."""
+        """Whether user code runs and depends on a collective of nccl.
+
+        The code calls the collective, or the collective has begun and not ended, or has failed.
+        """
         if not self.uses_nccl or self._group is None:
             return False
         frames = list(frames_of(self._ident))
@@ -141,7 +151,7 @@ class Probe:
         return is_pending or is_calling(frames[0].f_code)
 
     def _stack(self) -> list[FrameType]:
-        """Return the main thread's frames, or the frames of a cell that awaits something."""
+        """Return the main thread's frames; if a cell awaits something, the frames of the cell."""
         frames, cells = list(frames_of(self._ident)), cell_numbers()
         if any(frame.f_code.co_filename in cells for frame in frames):
             return frames
@@ -164,11 +174,12 @@ class Probe:
     def _find_operation(
         self, frames: list[FrameType], counts: Mapping[str, Counts], nccl: Pending
     ) -> str:
-        """Return a name for the main thread's wait, mostly torch's name of a collective; or "".
+        """Return a name for the main thread's wait for ranks; "" if it does not wait for ranks.
 
-        With gloo the thread waits for ranks if it is in the store of a group, or if it is in a
-        futex and either a collective has begun or a function of torch.distributed was called. The
-        functions are searched because sends are not recorded.
+        The name is mostly torch's name of a collective. With gloo the thread waits for ranks if it
+        waits in a group's store. It also does if it waits in a futex (a lock of Linux), and a
+        collective has begun or the thread has called a function of torch.distributed. Flight
+        Recorder alone would not do, because it does not record sends.
         """
         if self._group is None:
             return ""
@@ -184,7 +195,7 @@ class Probe:
             return name
         callers = [outer for inner, outer in pairwise(frames) if inner.f_code is wait.__code__]
         if callers:
-            # User code has called `dist.recv`, or the `wait` of a collective that it began earlier.
+            # User code waits in `dist.recv`, or in the `wait` of a collective that it began before.
             has_name = not seam.RECORDS_GLOO or callers[0].f_code in POINT_TO_POINT
             return (has_name and _called_function(frames)) or WAIT_KINDS
         if (function := _called_function(frames)) or seam.RECORDS_GLOO:
@@ -193,7 +204,7 @@ class Probe:
         return "backward" if any(f.f_code.co_name == seam.BACKWARD for f in frames) else ""
 
     def _has_help(self, frames: list[FrameType]) -> bool:
-        """Return True if the main thread's wait may end without the other ranks.
+        """Return True if the main thread's wait may end without any other rank's help.
 
         A GPU in use may end the wait, or another thread that runs user code or communicates. Also
         return True if the main thread does not wait for ranks at all.
@@ -203,7 +214,11 @@ class Probe:
         return has_gpu or not _waits_for_ranks(frames) or any(map(_runs_user_code, threads))
 
     def _read_tcp_state(self) -> tuple[int, int, tuple[tuple[str, str], ...]]:
-        """Return gloo's packets in flight, bytes moved, and addresses of stalled connections."""
+        """Return facts on gloo's connections.
+
+        The facts are the number of packets in flight, the number of bytes sent and received, and
+        the addresses of both ends of each stalled connection.
+        """
         in_flight = moved = 0
         stalled = set()
         for connection in self._group.connections() if self._group is not None else ():
@@ -227,9 +242,10 @@ def _waits_for_ranks(frames: list[FrameType]) -> bool:
 
 
 def is_calling(code: CodeType | None) -> bool:
-    """Return True if a thread's innermost Python call is a public function of torch.distributed.
+    """Return True if the innermost call of a stack is a public function of torch.distributed.
 
-    Until nccl has connected the ranks, only this call shows the collective, not Flight Recorder.
+    Until nccl has connected the ranks, Flight Recorder lacks the collective: only this call shows
+    it.
     """
     if code is None or not code.co_filename.endswith(CALLING):
         return False
@@ -249,7 +265,8 @@ def _is_in_futex() -> bool:
 def _called_function(frames: list[FrameType]) -> str:
     """Return the name of the function of torch.distributed that user code has called.
 
-    Prefer the outermost public function. Return "" if there is no function of torch.distributed.
+    This is the outermost public function on the stack, or the outermost function if none is public.
+    Return "" if no function of torch.distributed is on the stack.
     """
     names = [f.f_code.co_name for f in frames if TORCH_DISTRIBUTED_FOLDER in f.f_code.co_filename]
     names = [name for name in names if name != "wrapper"]
@@ -258,7 +275,7 @@ def _called_function(frames: list[FrameType]) -> str:
 
 
 def _is_running_gloo_thread(tid: str) -> bool:
-    """Return True if a thread is one of gloo's (`gloo_tcp_loop`, `pt_gloo_runloop`) and runs."""
+    """Return True if a thread is gloo's (`gloo_tcp_loop` or `pt_gloo_runloop`) and is running."""
     try:
         with open(f"/proc/self/task/{tid}/stat", mode="rb") as file:
             name, _, status = file.read().rpartition(b") ")
@@ -269,16 +286,17 @@ def _is_running_gloo_thread(tid: str) -> bool:
 
 # --- stacks of this worker's threads ----------------------------------------------------------
 
-RUNS_CELLS = "run_cell_async"  # IPython's coroutine, which awaits the cell's
+RUNS_CELLS = "run_cell_async"  # the coroutine of IPython that awaits the coroutine of a cell
 T = TypeVar("T")
-_open: list[IO[bytes]] = []  # keeps files open, as faulthandler has only their descriptors
+_open: list[IO[bytes]] = []  # keeps the file for faulthandler open, which has only its descriptor
 
 
 def call_without_gc(get: Callable[[], T]) -> T:
     """Call `get`, which makes frame objects of another thread, without collecting garbage.
 
-    In Python 3.11 making a frame object can start a collection, in which a destructor may release
-    the GIL. Then the other thread's call may end, and the frame's memory may be used again.
+    In Python 3.11 making a frame object can start a garbage collection, in which a destructor may
+    release the GIL. Then the call of the other thread could end, and the new object would refer to
+    memory that is already used for something else.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -298,7 +316,10 @@ def frames_of(ident: int) -> Iterator[FrameType]:
 
 
 def awaiting_frames(loop: asyncio.AbstractEventLoop, cells: Mapping[str, int]) -> list[FrameType]:
-    """Return the frames of a cell that awaits something, the innermost first; [] if none does."""
+    """Return the frames of a cell that awaits something, the innermost first.
+
+    Return [] if no cell awaits anything.
+    """
     for task in asyncio.all_tasks(loop):
         frames = list(_frames_of_coroutine(task.get_coro()))
         names = {frame.f_code.co_name for frame in frames}
@@ -329,9 +350,12 @@ def describe_frame(frame: FrameType, cells: Mapping[str, int]) -> StackFrame:
 
 
 def is_handling_stop(ident: int) -> bool:
-    """Return True if a thread handles KeyboardInterrupt, or the cancelling of a coroutine."""
+    """Return True if a thread is in an `except` or `finally` block because of Stop.
+
+    Stop raises KeyboardInterrupt, or CancelledError in a cell that awaits something.
+    """
     current: Any = sys._current_exceptions().get(ident)
-    # Python 3.11 has a tuple here.
+    # In Python 3.11 the value is a tuple of class, exception and traceback.
     error: BaseException | None = current[1] if isinstance(current, tuple) else current
     while error is not None:
         if isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
@@ -344,9 +368,11 @@ def is_handling_stop(ident: int) -> bool:
 
 
 def write_stacks_to(path: str) -> None:
-    """Open a file for this thread's `CallLayout` and for faulthandler's stacks of crashes.
+    """Open a file by which the agent can read this thread's stack, also after a crash.
 
-    The `CallLayout` is one line, which is empty for an unknown version of Python.
+    Its first line is the thread's `CallLayout`, by which the agent reads the stack in memory. The
+    line is empty for an unknown version of Python. If the process crashes, faulthandler writes the
+    stack to the file.
     """
     file = open(path, "ab", buffering=0)  # noqa: SIM115 (for as long as the process lives)
     _open.append(file)
@@ -368,11 +394,12 @@ def restore_crash_file() -> None:
 
 # Offsets in structs of CPython's headers, the same in all releases of a minor version: _ts and
 # _PyCFrame (cpython/pystate.h), _PyInterpreterFrame (internal/pycore_frame.h), PyCodeObject
-# (cpython/code.h). In a build without a GIL objects have another head, so the agent finds types
-# that do not fit.
+# (cpython/code.h). In a free-threaded build of Python these offsets are wrong: the agent notices
+# that the objects there have other types, and shows no stack.
 
 OFFSETS = {
-    # holder, call; code, previous, instruction, owner; file, name, first_line, lines
+    # The fields of `CallLayout`: holder, call; code, previous, instruction, owner; file, name,
+    # first_line, lines.
     (3, 11): ((56, 8), (32, 48, 56, 69), (112, 120, 72, 136)),
     (3, 12): ((56, 0), (0, 8, 56, 70), (112, 120, 68, 136)),
     (3, 13): ((0, 72), (0, 8, 56, 70), (112, 120, 68, 136)),
@@ -392,7 +419,8 @@ def call_layout() -> CallLayout | None:
         id(str),
         *(*state, *call, *code),
         instructions=CodeType.__basicsize__,
-        # Size of a string's head: subtract the final zero, or a letter and a zero of 2 bytes each.
+        # The sizes of the heads of strings: subtract the final zero byte of an ASCII string, or a
+        # letter and a final zero of 2 bytes each.
         ascii=sys.getsizeof("") - 1,
         other=sys.getsizeof(chr(256)) - 4,
     )

@@ -1,6 +1,7 @@
-"""The worker as a process: its parent, descriptors, signals, children, times and output streams.
+"""Functions for the process of a worker: its parent, descriptors, SIGINT, children and streams.
 
-The other files of `nbdist.worker` use these functions, most of them once, when a worker starts.
+`CELL_TIMES` measures the last cell. The other files of `nbdist.worker` use these functions, most of
+them once, when a worker starts.
 """
 
 from __future__ import annotations
@@ -30,27 +31,28 @@ from nbdist.system.processes import poll_until, signal_on_parent_exit
 from nbdist.wire.work import Mark, mark
 
 PLENTY = 65536
-"""Limit of descriptors: enough for any data loader.
+"""The worker's limit of descriptors, which is enough for any data loader.
 
-Programs that loop over all possible descriptors would take long with a higher limit.
+With a higher limit, programs that loop over all possible descriptors would take long.
 """
 
 SOCKET_READ_SIZE = 1 << 18  # bytes that are read from a socket at once
-DESCRIPTOR_RESERVE = (
-    48  # descriptors kept for reading /proc, and for gloo's sockets while a group is formed
-)
+DESCRIPTOR_RESERVE = 48  # descriptors kept for reading /proc, and for gloo while a group is formed
 DATA_LOADER = "torch.utils.data.dataloader"
 
 
 class BadEnvironment(Exception):
-    """An environment variable of the user keeps the worker from starting; the message is a line."""
+    """An environment variable of the user keeps the worker from starting.
+
+    The message is a single line for the user.
+    """
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Wait until the agent is the parent of this process; let Linux kill this process with it.
+    """Make Linux kill this process when its parent exits, so that no worker outlives its agent.
 
-    The agent becomes the parent a moment after a fork, when the process between the two has exited.
-    If it does not become the parent, this process exits.
+    A forked process first waits until the agent is its parent, which it is once the process between
+    the two has exited. If the process `parent_pid` does not become the parent, this process exits.
     """
     poll_until(lambda: os.getppid() == parent_pid)
     if not signal_on_parent_exit(signal.SIGKILL, parent_pid):
@@ -61,7 +63,10 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def limit_descriptors() -> None:
-    """Lower the limit of descriptors to `PLENTY`, and to `DESCRIPTOR_RESERVE` below the maximum."""
+    """Lower the limit of descriptors to at most `PLENTY`.
+
+    The limit also stays `DESCRIPTOR_RESERVE` below the hard limit, for `allow_more_descriptors`.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         hard = PLENTY + DESCRIPTOR_RESERVE
@@ -78,7 +83,10 @@ def is_ready(fd: socket.socket | int, ms: float | None = None, event: int = sele
 
 @contextmanager
 def allow_more_descriptors() -> Iterator[None]:
-    """Return a context with up to `DESCRIPTOR_RESERVE` more descriptors, for the control thread."""
+    """Return a context in which the limit of descriptors is up to `DESCRIPTOR_RESERVE` higher.
+
+    The control thread uses the context, as user code may have opened all allowed descriptors.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     more = (
         soft + DESCRIPTOR_RESERVE
@@ -98,10 +106,11 @@ def allow_more_descriptors() -> Iterator[None]:
 class Interrupts:
     """Delivers SIGINT to the running task, or keeps it for a task that has arrived but not begun.
 
-    If there is no such task, SIGINT has no effect. Stop can come while its task is still unread in
-    the worker's socket. If SIGINT were ignored then, the task would run on, and the worker would be
-    killed. `has_more` returns True if a task has arrived that has not begun; `handle` is the
-    handler of SIGINT while a task runs. All methods but `settle_sigint` run on the main thread.
+    SIGINT has no effect if there is no such task. Stop can come while its task is still unread in
+    the worker's socket: if SIGINT were ignored then, the task would run in spite of Stop, until the
+    agent killed the worker. `has_more` returns True if a task has arrived that has not begun, and
+    `handle` handles SIGINT while a task runs. Only `settle_sigint` may run on another thread than
+    the main thread.
     """
 
     def __init__(
@@ -118,14 +127,17 @@ class Interrupts:
         return f"<Interrupts {'one kept' if self._has_sigint else 'none'}>"
 
     def begin(self) -> None:
-        """Deliver SIGINT to the task that begins; raise KeyboardInterrupt if a SIGINT was kept."""
+        """Deliver SIGINT to the task that begins now.
+
+        Raises KeyboardInterrupt if a SIGINT was kept for this task.
+        """
         signal.signal(signal.SIGINT, self._handle)
         if self._has_sigint:
             self._has_sigint = False
             raise KeyboardInterrupt
 
     def end(self) -> None:
-        """From now on keep SIGINT for an arrived task, or drop it; called after each task."""
+        """Keep a later SIGINT for a task that has arrived, or drop it; called after each task."""
         signal.signal(signal.SIGINT, self._keep_sigint)
 
     def _keep_sigint(self, *_: object) -> None:
@@ -139,13 +151,13 @@ class Interrupts:
         self._has_sigint = self._has_sigint and self._has_more()
 
     def settle_sigint(self, *, is_for_task: bool) -> None:
-        """Keep the SIGINT that came before `SigintSent` for a task that has not begun, or drop it.
+        """Decide on the SIGINT before `SigintSent`: keep it if `is_for_task`, otherwise drop it.
 
-        The SIGINT is kept if `is_for_task`. If not, it is dropped, even if Linux has not delivered
-        it yet: a process that had no processor for a while would get it in the next task.
+        The SIGINT is dropped even if Linux has not delivered it yet. Otherwise a process that had
+        to wait for a processor would get it in the next task.
         """
         if signal.getsignal(signal.SIGINT) != self._keep_sigint:
-            return  # the running task has got the SIGINT, or gets it
+            return  # a task runs, and has got the SIGINT or is about to get it
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         is_pending = bool(signal.sigtimedwait([signal.SIGINT], 0)) or self._has_sigint
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -155,9 +167,10 @@ class Interrupts:
 def system_call() -> list[bytes]:
     """Return the number and arguments of the system call in which the main thread waits.
 
-    Returns ["running"] if the thread does not wait, and [] if Linux does not say.
+    Returns [b"running"] if the thread does not wait, and [] if the file cannot be read.
     """
-    # Do not use `native_id`: a forked process inherits its parent's (Python 3.11).
+    # The pid is the main thread's number. `native_id` is not, in Python 3.11: a forked process
+    # inherits its parent's.
     with suppress(OSError), open(f"/proc/self/task/{os.getpid()}/syscall", mode="rb") as file:
         return file.read().split()
     return []
@@ -181,18 +194,18 @@ def threads_without_sigint() -> Iterator[None]:
 
 
 def leave_world_in_children(leave: Callable[[], None] | None) -> None:
-    """Call `leave` first in each child that user code forks, unless a data loader forks it.
+    """Make each child that user code forks call `leave`, unless a data loader has forked the child.
 
-    The child does not belong to the world. `init_process_group` is torch's own in the child, so
-    that children can form groups, as in torch's tutorial "Writing distributed applications" and
-    Lightning's `ddp_notebook`.
+    `leave` makes the child forget the world's groups, and gives it torch's own
+    `init_process_group`. So children can form groups of their own, as in torch's tutorial "Writing
+    distributed applications" and Lightning's `ddp_notebook`.
     """
 
     def leave_world() -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        # A data loader's worker stays in the world: its data set may ask for the rank, as under
-        # torchrun, and for nothing else.
+        # A data loader's worker keeps the groups: its data set may ask for the rank, as it may
+        # under torchrun.
         calls = (frame.f_globals for frame, _ in traceback.walk_stack(inspect.currentframe()))
         if leave is not None and all(each.get("__name__") != DATA_LOADER for each in calls):
             leave()
@@ -208,10 +221,11 @@ MAX_WAITS = 4_000  # newest waits whose times are kept; all waits are counted
 class CellTimes:
     """Times of the last cell, script or call, and of its waits for other ranks.
 
-    All times are nanoseconds on this machine's clock. The cell runs inside of this context.
+    All times are nanoseconds on this machine's clock. The cell runs inside of `with CELL_TIMES:`.
     """
 
-    # Not `contextlib`, which sets attributes of exceptions: a user's class can refuse that.
+    # Do not use `contextlib`, which sets attributes of the exceptions that pass through a context:
+    # the class of a user's exception can refuse that.
 
     def __init__(self) -> None:
         self.began_ns = self.ended_ns = 0
@@ -245,7 +259,7 @@ CELL_TIMES = CellTimes()  # a single object, as only the main thread of a proces
 
 _libc = ctypes.CDLL(None)
 _c_stdout = ctypes.c_void_p.in_dll(_libc, "stdout")
-_count_buffered = ctypes.PyDLL(None)["__fpending"]  # PyDLL keeps the GIL: the function only reads
+_count_buffered = ctypes.PyDLL(None)["__fpending"]  # PyDLL keeps the GIL, which is quicker
 _count_buffered.restype = ctypes.c_size_t
 _write_lock = threading.RLock()
 
@@ -261,17 +275,20 @@ def _before_fork() -> None:
     _write_lock.acquire()
 
 
-# If a process is forked while another thread holds the lock, nobody releases the lock in the child.
-# So the thread that forks acquires the lock first: it lives on in the child, and releases it there.
+# A child has only the thread that forked it. If another thread held the lock at the fork, nobody
+# would release the lock in the child. So the thread that forks holds the lock during the fork, and
+# releases it in the parent and in the child.
 os.register_at_fork(
     before=_before_fork,
     after_in_parent=_write_lock.release,
     after_in_child=_write_lock.release,
 )
 
-FIRST_PRIVATE = 200  # descriptors below may be closed or written to by programs that try them all
+# The lowest descriptor for nbdist's own use: programs may close or write to all low descriptors.
+FIRST_PRIVATE = 200
 
-_duplicates = {1: 1, 2: 2}  # of descriptors 1 and 2, for nbdist alone: cells may close 1 and 2
+# By descriptor 1 or 2, nbdist's own duplicate of it: cells may close 1 and 2.
+_duplicates = {1: 1, 2: 2}
 _own_streams: dict[StreamName, io.TextIOWrapper] = {}
 
 
@@ -294,20 +311,21 @@ def write_all(data: bytes, fd: int = 1) -> None:
 
 
 def write_mark(token: str, value: Mark) -> None:
-    """Write a mark to stdout, by which the agent knows this place in the output."""
+    """Write a mark to stdout, by which the agent finds this place in the worker's output."""
     with _write_lock:
         write_all(mark(token, value), _duplicates[1])
 
 
 def flush_streams() -> None:
-    """Flush the streams of Python and C; restore streams and descriptors removed by a cell."""
+    """Flush Python's and C's stdout and stderr, and restore those that a cell has removed."""
     for name, stream in _own_streams.items():
-        if getattr(sys, name) is None:  # set to None by a cell, after which no cell could run
+        if getattr(sys, name) is None:  # a cell has set it to None: no further cell could run
             setattr(sys, name, stream)
         with suppress(Exception):
             getattr(sys, name).flush()
     flush_c_streams()
-    # Reopen descriptors that a cell has closed: else the next opened file would get the number.
+    # Reopen descriptor 1 or 2 if a cell has closed it: the next file that is opened would get this
+    # number, and then the output of cells.
     for fd, duplicate in _duplicates.items():
         try:
             os.fstat(fd)
@@ -317,16 +335,16 @@ def flush_streams() -> None:
 
 
 def flush_c_streams() -> None:
-    """Write out the text that libc has buffered for any stream: up to 4 KiB for a pipe."""
+    """Write out the text that libc has buffered for all its streams, 4 KiB or less for a pipe."""
     _libc.fflush(None)
 
 
 class _Bytes(io.RawIOBase):
     """Writes the bytes of `sys.stdout` or `sys.stderr` unbuffered, so that their order is kept.
 
-    Both streams write to one pipe, because the order of bytes in two pipes is unknown; stderr's
-    bytes are written between two marks. If a cell has redirected the stream's descriptor, 1 or 2,
-    the bytes go to the cell's file.
+    Both streams write to one pipe, because the order of bytes in two pipes would be unknown. Two
+    marks, before and after, tell the agent which bytes are stderr's. If a cell has redirected
+    descriptor 1 or 2, the bytes of this stream go to the cell's file instead.
     """
 
     def __init__(self, name: StreamName, token: str) -> None:

@@ -1,8 +1,9 @@
-"""The messages that the kernel publishes: marked with their place in the text, and limited in size.
+"""The messages that a worker's kernel publishes for the agent, on its iopub socket.
 
-Jupyter's server drops messages of more than some megabytes, and Stop would wait until such messages
-have been sent. So displays and errors that are too large go to files in the rank's log folder.
-Records of `logging` are published here too.
+Text goes through a pipe, so marks in the text tell the agent where a message belongs. Jupyter's
+server drops messages of more than some megabytes, and Stop would wait until such messages have been
+sent. So displays and errors that are too large go to files in the rank's log folder. Records of
+`logging` are published here, too.
 """
 
 from __future__ import annotations
@@ -46,32 +47,32 @@ ORDERED = {
     TRACKED_TYPE,
     WARNED_TYPE,
 }
-"""Types of messages whose place in the text matters."""
+"""Types of messages whose order among the printed text matters: they are marked."""
 
-MAX_DISPLAY_LENGTH = 10_000_000  # most characters of a mime type of a display that are sent
+MAX_DISPLAY_LENGTH = 10_000_000  # characters of a display in one mime type; more goes to a file
 
 MAX_TASK_DISPLAYS = 30_000_000
-"""Characters of a task's displays, after which data above `SMALL_DISPLAY` goes to files."""
+"""Once a task has displayed so many characters, displays beyond `SMALL_DISPLAY` go to files."""
 
-SMALL_DISPLAY = 1_000_000
+SMALL_DISPLAY = 1_000_000  # characters in one mime type
 
 LONGEST_ERROR = 1 << 17
-"""Characters of an error's message, and of a frame of its traceback, that are sent."""
+"""The most characters that are sent of an error's message, and of each part of its traceback."""
 
 MAX_BYTES_AHEAD = 2 << 20
-"""Bytes of messages after which a rank waits until its agent has read them."""
+"""After sending so many bytes of messages, a rank waits until its agent has read them."""
 
 OF_MESSAGE = 4 << 10
-"""Bytes that each message counts in addition to its size: small messages take time too."""
+"""Bytes that count for each message in addition to its size: small messages take time, too."""
 
-MAX_FILES_LENGTH = 200_000_000  # characters that a rank may write to files of the log folder in all
+MAX_FILES_LENGTH = 200_000_000  # characters that a rank may write to such files in all
 
 
 class LargeOutputs:
-    """Replaces large data of messages by a line, which names a file in `folder` with the data.
+    """Saves large data of messages to files in `folder`; the message then names the file.
 
-    Data that cannot be saved is dropped, such as after `MAX_FILES_LENGTH`. `host` is this machine's
-    name if the notebook may be on another machine, else "".
+    Data that cannot be saved, such as data beyond `MAX_FILES_LENGTH`, is dropped. `host` is this
+    machine's name if the notebook may be on another machine, else "".
     """
 
     def __init__(self, folder: Path | None, host: str = "") -> None:
@@ -79,12 +80,12 @@ class LargeOutputs:
         self.folder = folder
         self._file_room, self._files = MAX_FILES_LENGTH, 0
         self.remaining = MAX_TASK_DISPLAYS
-        """Characters that the task may still display until `SMALL_DISPLAY` limits each display."""
+        """Characters that the task may still display before `SMALL_DISPLAY` limits each display."""
 
     def limit_content(self, kind: str, content: Any) -> Any:
-        """Return the content of a message, or a copy without its large data.
+        """Return the content of a message of this kind, or a copy with a note for large data.
 
-        Content of the wrong type is returned as it is: user code can publish anything.
+        Content of the wrong type is returned as it is, because user code can publish anything.
         """
         fit = self._limit_error if kind == "error" else self._limit_display
         is_limited = isinstance(content, dict) and (kind == "error" or kind in DISPLAYS)
@@ -124,7 +125,10 @@ class LargeOutputs:
         return {**content, "evalue": message, "traceback": [*frames, note]}
 
     def _save(self, name: str, suffix: str, text: str) -> str:
-        """Save text to a new file; return `: PATH` or `: HOST:PATH`, or "" if it was not saved."""
+        """Save text to a new file, and return the end of a note: `: PATH` or `: HOST:PATH`.
+
+        Return "" if the text was not saved.
+        """
         if self.folder is None or len(text) > self._file_room:
             return ""
         path = self.folder / f"{name}-{self._files}.{suffix}"
@@ -141,13 +145,16 @@ class LargeOutputs:
 
 
 def _as_text(value: object) -> str:
-    """Return data of a display as text, data that is no text as JSON; "" if JSON cannot hold it."""
+    """Return a display's data as text: a text itself, other data as JSON.
+
+    Return "" for data that cannot become JSON.
+    """
     if isinstance(value, str):
         return value
     try:
         return json.dumps(value)
     except (TypeError, ValueError):
-        return ""  # count no characters: the session refuses the data, or sends it in its own way
+        return ""  # such data has no size: the session refuses it, or sends it in its own way
 
 
 def _shorten(text: str) -> str:
@@ -155,28 +162,36 @@ def _shorten(text: str) -> str:
     excess = len(text) - LONGEST_ERROR
     if excess <= 0:
         return text
-    # Add a digest, so that texts that differ only in the part left out stay different.
+    # Add a digest: the notebook compares the ranks' texts, which may differ only in the part that
+    # is left out.
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
     half = LONGEST_ERROR // 2
     return f"{text[:half]} … {excess:,} characters left out, digest {digest} … {text[-half:]}"
 
 
 class MarkingSession(Session):
-    """Writes a mark to stdout for each ordered message, and gives the message the mark's number."""
+    """A session that marks the place of each message of a type in `ORDERED`.
+
+    It writes a mark with a number to stdout, and puts the number in the message. So the agent can
+    put messages and text, which come on two ways, into their order.
+    """
 
     token = ""
     announced_error: tuple[BaseException | None, Mapping[str, object]] = None, {}
-    """The exception that is being shown, and fields for the `Failure` in its message."""
+    """The exception whose traceback is being shown, and fields to add to its message."""
     large_outputs = LargeOutputs(None)
     catch_up: Callable[[], None] | None = None
-    """Waits until the agent has read all messages, because iopub's queue has no limit."""
+    """Waits until the agent has read all output.
+
+    Without this wait iopub's queue, which has no limit, could use up all memory.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._sent = 0
         self._sent_bytes = 0  # bytes sent since `catch_up` was last called
         self.shown_error: tuple[BaseException | None, int] = (None, 0)
-        # No other thread may send a message between another message and its mark.
+        # While a thread sends a message and its mark, no other thread may send.
         self._order_lock = threading.RLock()
 
     def send(
@@ -191,9 +206,14 @@ class MarkingSession(Session):
         header: Any = None,
         metadata: Any = None,
     ) -> Any:
-        """Send a message, its data limited; mark its place if it is ordered; on any thread."""
+        """Send a message on a socket; any thread may call this.
+
+        Large data is saved to files instead. A message of a type in `ORDERED` gets a mark.
+        """
         if os.getpid() != self.pid:
-            return None  # a forked child: another thread may have held the lock at the fork
+            # Send nothing from a forked child: if another thread held the lock at the fork, the
+            # child would wait for the lock for ever.
+            return None
         msg = msg_or_type
         if isinstance(msg, str):
             msg = self.msg(msg, content=content, parent=parent, header=header, metadata=metadata)
@@ -210,12 +230,13 @@ class MarkingSession(Session):
             except zmq.ZMQError as error:
                 if error.errno != zmq.ENOTSOCK:
                     raise
-                return None  # the main thread has closed the socket, as the process ends
+                return None  # the process is exiting, and its main thread has closed the socket
             if is_ordered:
                 self._sent_bytes += OF_MESSAGE + sum(
                     memoryview(each).nbytes for each in buffers or ()
                 )
-                # Write the mark last: a message that cannot become JSON has raised by now.
+                # Write the mark after the message: if a message cannot become JSON, `send` has
+                # raised, and no mark without a message is written.
                 self.mark_place()
                 if kind == "error":
                     self.shown_error = self.announced_error[0], self._sent
@@ -225,27 +246,27 @@ class MarkingSession(Session):
         return sent
 
     def serialize(self, msg: Any, ident: Any = None) -> list[bytes]:
-        """Return the frames of a message, as any session does, and count the bytes."""
+        """Return the frames of a message, and count their bytes for `MAX_BYTES_AHEAD`."""
         frames: list[bytes] = super().serialize(msg, ident)
         self._sent_bytes += sum(map(len, frames))
         return frames
 
     def mark_place(self) -> int:
-        """Write a mark to stdout for this place in the text, and return its number."""
+        """Write the next mark to stdout, for this place in the text, and return its number."""
         with self._order_lock:
             self._sent += 1
             write_mark(self.token, self._sent)
             return self._sent
 
     def begin_task(self) -> None:
-        """Forget the error that was shown, and reset the limit of displays."""
+        """Forget the error that the last task has shown, and its displays."""
         self.shown_error = None, 0
         self.large_outputs.remaining = MAX_TASK_DISPLAYS
 
     def pop_error_number(self, error: BaseException | None) -> int:
-        """Return the number of the message that showed an error, 0 if no message did.
+        """Return the number of the message that has shown this error, 0 if no message has.
 
-        Drop the reference to the error that was shown.
+        The session then forgets the error, so that the error and its frames can be freed.
         """
         (shown, number), self.shown_error = self.shown_error, (None, 0)
         return number if shown is error else 0
@@ -257,9 +278,9 @@ MAX_LOG_RECORDS = 10_000  # records of a cell that are sent; further records are
 
 
 class Records:
-    """Sends records of this process's loggers to the notebook, from every thread.
+    """Sends the records of all loggers of this process to the notebook, from every thread.
 
-    Records of `own_logger` are not sent: the kernel logs each of its messages there.
+    Records of `own_logger` are left out: the kernel itself logs each message there.
     """
 
     def __init__(self, send: Callable[[dict[str, Any]], None], own_logger: str) -> None:
@@ -274,7 +295,7 @@ class Records:
         return f"<Records from level {self._level}, {self._sent} sent, {self._dropped} dropped>"
 
     def watch(self) -> None:
-        """Wrap the method of `logging` that handles the records of all loggers; called once."""
+        """Wrap the method by which `logging` handles the records of all loggers; called once."""
         handle = logging.Logger.callHandlers
 
         def relay_and_handle(logger: logging.Logger, record: logging.LogRecord) -> None:
@@ -284,12 +305,12 @@ class Records:
         logging.Logger.callHandlers = relay_and_handle  # type: ignore[assignment, method-assign]
 
     def begin_task(self, level: int | None) -> None:
-        """Send records of this level and above from now on; None sends no records."""
+        """From now on send records of this level and above; with None send no records."""
         self.end_task()
         self._level, self._sent = level, 0
 
     def end_task(self) -> None:
-        """Send a record with the number of records that were left out, if any were."""
+        """If records of the task exceeded the limit, send a record that says how many."""
         dropped, self._dropped = self._dropped, 0
         if dropped:
             text = (
@@ -298,9 +319,9 @@ class Records:
             self._send_record(logging.makeLogRecord({"name": "nbdist", "msg": text, "levelno": 30}))
 
     def relay(self, record: logging.LogRecord) -> None:
-        """Send a record, if its level is high enough and fewer than `MAX_LOG_RECORDS` were sent.
+        """Send a record to the notebook, unless its level is too low or its logger is `own_logger`.
 
-        A forked child sends nothing, and records of `own_logger` are not sent.
+        After `MAX_LOG_RECORDS` records of a task, only count. A forked child sends no records.
         """
         level = self._level
         if level is None or record.levelno < level or record.name == self._own_logger:
@@ -318,7 +339,10 @@ class Records:
 
 
 def plain_record(record: logging.LogRecord, host: str) -> Record:
-    """Return a record with formatted text instead of arguments, which may not be picklable."""
+    """Return a copy of a record with its formatted message.
+
+    The arguments of the message are left out, because they may not be picklable.
+    """
     try:
         message = record.getMessage()
     except Exception as error:  # noqa: BLE001 (arguments that do not fit, or have a bad __str__)

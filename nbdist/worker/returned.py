@@ -1,6 +1,7 @@
-"""Pickles sharded values of a rank for the notebook, and keeps big last values of cells.
+"""Pickles a rank's sharded values for the notebook, and keeps the big last values of cells.
 
-Runs on the main thread of each worker; `Namespace` and the ops for values use it.
+Runs on the main thread of each worker. `Namespace` and the ops for values and snapshots use this
+file.
 """
 
 from __future__ import annotations
@@ -28,27 +29,31 @@ DEFINITIONS = (types.FunctionType, type, types.ModuleType)
 
 
 class SpreadValue(PicklingError):
-    """A value is spread over ranks, or connects ranks, so the notebook cannot use it."""
+    """A value is sharded over ranks, or connects ranks, so the notebook could not use it."""
 
 
 class ReturnReducer:
-    """Pickles values for the notebook that have a meaning only among ranks; made for each pickle.
+    """Pickles for the notebook the values that have a meaning only among ranks.
 
-    A DDP module becomes the module inside it, an FSDP2 module the module before `fully_shard`. A
-    mesh, a process group or a DTensor raises `SpreadValue`. But with `notes` a DTensor is listed
-    in `spread`; with `joins` a DTensor becomes a whole tensor by a collective, which all ranks that
-    have a part must call in the same order.
+    A DDP module becomes the module inside it, and an FSDP2 module the module before `fully_shard`.
+    A mesh or a process group raises `SpreadValue`, and so does a DTensor. But with `notes` a
+    DTensor is only listed in `spread`. With `joins` a DTensor becomes a whole tensor by a
+    collective, which all ranks that have a part must call in the same order. An object of this
+    class is made for each pickle.
     """
 
     def __init__(self, *, notes: bool = False, joins: bool = False) -> None:
         self.spread: list[Spread] = []
         self._notes, self._joins = notes, joins
-        # By id, each DTensor and its whole tensor. Keeping the DTensor alive keeps its id unique: a
-        # pickle may be made twice.
+        # By id, each DTensor and its whole tensor, as `pickle` may reduce a DTensor twice. The
+        # DTensor is kept alive, so that no other object gets its id.
         self._wholes: dict[int, tuple[Any, Any]] = {}
 
     def reduce(self, value: Any) -> tuple[Any, ...]:
-        """Return how to pickle a value; NotImplemented if the value is pickled as usual."""
+        """Return how to pickle a value, as `__reduce__` does.
+
+        Return NotImplemented if the value is pickled as usual.
+        """
         kind = type(value)
         if kind is DistributedDataParallel:
             return _reduce_to(value.module)
@@ -100,27 +105,28 @@ class ReturnReducer:
 
 
 def _reduce_to(value: Any) -> tuple[Any, ...]:
-    """Return a reduction by which `value` is pickled in place of another object."""
+    """Return a reduction that makes pickle write `value` in place of another object."""
     return getitem, ((value,), 0)
 
 
 def dist_class(package: str, name: str) -> Any:
     """Return a class of torch.distributed; `ReturnReducer` if its package was not imported.
 
-    No value that is pickled is a `ReturnReducer`, so callers can compare types without an import.
+    Without the package there are no objects of its class. Callers compare the result with the types
+    of values, and no value is a `ReturnReducer`.
     """
     return getattr(sys.modules.get(f"torch.distributed.{package}"), name, ReturnReducer)
 
 
 def as_before_fsdp(module: Any) -> tuple[type, dict[str, Any] | None]:
-    """Return a module's class and state before `fully_shard`.
+    """Return the class and state that a module had before `fully_shard`.
 
-    The state is None if the module's class has its own pickling.
+    The state is None if the module's class defines its own pickling.
     """
     kind = type(module)
     if isinstance(module, dist_class("fsdp", "FSDPModule")):
         kind = seam.class_before_fsdp(kind)
-        # A parameter that was gathered for a forward is no DTensor until it is sharded again.
+        # Shard parameters again that a forward has gathered: until then they are no DTensors.
         module.reshard()
     make, _, state, *more = module.__reduce_ex__(2)
     if make is not copyreg.__newobj__ or any(more) or not isinstance(state, dict):  # type: ignore[attr-defined]
@@ -131,7 +137,7 @@ def as_before_fsdp(module: Any) -> tuple[type, dict[str, Any] | None]:
 # --- last values of cells, kept until the notebook asks for them ------------------------------
 
 MAX_KEPT_RESULTS = 16
-MAX_KEPT_BYTES = 1 << 30  # of all kept values of a rank; the newest value stays, whatever its size
+MAX_KEPT_BYTES = 1 << 30  # of all kept values of a rank; the newest value stays at any size
 REPLACED = (
     f"is gone: a rank keeps the newest {MAX_KEPT_RESULTS} big results, "
     f"{size_text(MAX_KEPT_BYTES)} in all"
@@ -140,7 +146,10 @@ CLEANED = "is gone: `%dist_memory --free` released it"
 
 
 class KeptValues:
-    """Packed big last values of cells, or the reason why a value is not available, by task id."""
+    """Keeps the packed last values of cells if they are big, by the id of the cell's task.
+
+    In place of a value that is not available, it keeps the reason.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, Segment | str] = {}
@@ -158,11 +167,11 @@ class KeptValues:
             self.release_values(next(iter(self._values)))
 
     def find(self, task_id: str) -> Segment | str:
-        """Return the value of a task, or the reason why it is not available; keep the value."""
+        """Return the value of a task, or the reason why it is not available."""
         return self._values.get(task_id, REPLACED)
 
     def release_values(self, task_id: str) -> None:
-        """Release the value of a task, if it is kept."""
+        """Release the value of a task, if this object keeps it."""
         if isinstance(value := self._values.pop(task_id, None), Segment):
             value.close()
 

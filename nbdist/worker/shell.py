@@ -1,6 +1,7 @@
-"""The shell of a rank: IPython's, with events, exits, warnings and tracebacks that fit a worker.
+"""The shell of a rank: IPython's shell, with the changes that a worker needs.
 
-`nbdist.worker.kernel` makes the shell. The shell also shows exceptions of scripts and calls.
+The changes are to events, `exit`, warnings and tracebacks. `nbdist.worker.kernel` makes the shell,
+which runs cells on the main thread. The ops that run scripts and functions show exceptions by it.
 """
 
 from __future__ import annotations
@@ -60,20 +61,26 @@ class CellExit(IPyAutocall):
 
 
 class CellEvents(EventManager):
-    """IPython's events around a cell; Stop in a callback ends the cell, unlike in IPython."""
+    """IPython's events, whose callbacks run before and after a cell.
+
+    If Stop interrupts a callback, the cell ends. In IPython itself the cell would go on.
+    """
 
     def trigger(self, event: str, *args: Any, **kwargs: Any) -> None:
-        """Call the callbacks of an event; show an exception of a callback and go on."""
+        """Call the callbacks of an event; if a callback raises an exception, show it and go on."""
         for function in [*self.callbacks[event]]:
             try:
                 function(*args, **kwargs)
-            except Exception:  # noqa: BLE001 (whatever it was, it is not the cell's)
+            except Exception:  # noqa: BLE001 (an exception of a callback must not end the cell)
                 sys.stdout.write(f"Error in callback {function} (for {event}):\n")
                 self.shell.showtraceback()
 
 
 class NotingHook(ZMQShellDisplayHook):
-    """A display hook that keeps the last value of a cell, even after `x;`, which shows nothing."""
+    """A display hook that keeps the last value of a cell.
+
+    The hook also keeps the value of `x;`, which IPython does not show.
+    """
 
     _last_value: object = None
 
@@ -89,20 +96,24 @@ class NotingHook(ZMQShellDisplayHook):
 
 
 class WorkerShell(AnnouncesErrors):
-    """The shell of a rank; `ready` are names that cells find even after `%reset`."""
+    """The shell of a rank.
+
+    `ready` has the variables that every worker has, such as `rank`. Cells find them even after
+    `%reset`.
+    """
 
     ready: Mapping[str, Any] = MappingProxyType({})
     displayhook_class = Type(NotingHook)
 
     def init_events(self) -> None:
-        """Let Stop end a cell during its events, too; called by IPython at the start."""
+        """Use `CellEvents` instead of IPython's own events; called by IPython at the start."""
         super().init_events()
         callbacks = self.events.callbacks
         self.events = CellEvents(self, callbacks)
         self.events.callbacks = callbacks
 
     def init_user_ns(self) -> None:
-        """Bind the names of `ready`; called by IPython at the start and by `%reset`."""
+        """Bind the variables of `ready`; called by IPython at the start and by `%reset`."""
         super().init_user_ns()
         self.user_ns.update(self.ready)
 
@@ -110,8 +121,8 @@ class WorkerShell(AnnouncesErrors):
         """Run a cell, and set `last_execution_result` unless IPython has stored a failed result.
 
         IPython stores no result if Stop comes before the first line of the cell or after its last
-        line. A failed result that IPython has stored is kept: the returned result may instead have
-        the error of drawing the traceback.
+        line. A failed result that IPython has stored is not replaced: it has the exception of the
+        cell, whereas the returned result may have an error of drawing the traceback.
         """
         result: ExecutionResult = super().run_cell(*args, **kwargs)
         if self.last_execution_result is None or self.last_execution_result.success:
@@ -144,28 +155,30 @@ class WorkerShell(AnnouncesErrors):
     # --- tracebacks -------------------------------------------------------------------------------
 
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **options: Any) -> None:
-        """Show an exception; publish exception groups as errors, too.
+        """Show an exception, as IPython does; publish an exception group as an error message.
 
-        IPython prints exception groups as text, by which a notebook cannot know that the cell has
-        failed.
+        IPython itself prints an exception group as text, from which the notebook could not tell
+        that the cell has failed.
         """
         kind, error, tb = exc_tuple or sys.exc_info()
-        # Find a group also in the context: the exception may have been raised while it was handled.
+        # Search the contexts for a group, too: IPython prints an exception as text if the exception
+        # was raised while a group was handled.
         group = error
         while group is not None and not isinstance(group, BaseExceptionGroup):
             group = group.__context__
         if group is None:
             super().showtraceback(exc_tuple, *args, **options)
             return
-        # Debuggers read these attributes of `sys`. IPython sets them only for other exceptions.
+        # Debuggers read these attributes of `sys`, which IPython does not set for a group.
         vars(sys).update(last_type=kind, last_value=error, last_exc=error, last_traceback=tb)
         self.publish_error(kind, error, group_traceback(kind, error, tb))
 
     @contextmanager
     def announcing(self, kind: type[BaseException], error: BaseException) -> Iterator[None]:
-        """Return a context in which error messages get more fields with facts on an exception.
+        """Return a context in which the session adds fields to the error message of an exception.
 
-        The fields are its classes, the state of the connections to other ranks, and remedies.
+        The fields are the exception's classes, the state of the connections to other ranks, and
+        remedies.
         """
         session: Any = self.kernel.session
         session.announced_error = (
@@ -182,9 +195,10 @@ class WorkerShell(AnnouncesErrors):
             session.announced_error = None, {}
 
     def shorten_tracebacks(self) -> None:
-        """Make IPython draw tracebacks without calls of nbdist and IPython.
+        """Make IPython draw tracebacks without the calls of nbdist and IPython.
 
-        Tracebacks of Stop and lost connections get a plain line for each call, to save time.
+        The tracebacks of Stop and of lost connections have a plain line for each call, because
+        drawing source code takes long, and all ranks have these exceptions at once.
         """
         calls_shower: Any = self.InteractiveTB
         syntax_shower: Any = self.SyntaxTB
@@ -203,9 +217,9 @@ class WorkerShell(AnnouncesErrors):
             if is_stop or connections_after(message_of(error)) == "ended":
                 calls = interrupted_part(error, tb) if is_stop else cell_part(tb)
                 return [*short_traceback(calls), error_line(kind.__name__, str(error))]
-            # Register the cells' files with `inspect`, from which IPython gets the module of each
-            # frame's file. For an unknown file `inspect` searches all modules, which takes 4 ms
-            # once torch has been imported.
+            # IPython asks `inspect` for the module of each frame's file. For an unknown file
+            # `inspect` searches all modules, which takes 4 ms once torch has been imported. So make
+            # the cells' files known to `inspect`.
             for file in cell_numbers():
                 inspect.modulesbyfile[os.path.normcase(os.path.abspath(file))] = "__main__"
             for each in exception_chain(error.__cause__ or error.__context__):
@@ -226,20 +240,20 @@ class WorkerShell(AnnouncesErrors):
         syntax_shower.structured_traceback = without_ipython
 
 
-# Libraries compare the class's name to find out whether they run in a notebook: plotly then sends
-# only the figure (7 kB) without plotly's own code (4.9 MB), and sympy writes LaTeX.
+# Libraries recognise a notebook by the name of the shell's class. In a notebook plotly sends only
+# the figure (7 kB) without plotly's own code (4.9 MB), and sympy writes LaTeX.
 WorkerShell.__name__ = WorkerShell.__qualname__ = ZMQInteractiveShell.__name__
 WorkerShell.__module__ = ZMQInteractiveShell.__module__
 
 
 def show(shell: Any, *args: Any, **options: Any) -> None:
-    """Show an exception, and ignore errors of drawing it: the task reports the exception anyway."""
-    with suppress(Exception):  # the user's code may draw it and fail, or memory may be used up
+    """Show an exception; ignore errors of drawing it, as the task reports the exception anyway."""
+    with suppress(Exception):  # user code that draws tracebacks may fail, or memory may be full
         shell.showtraceback(*args, **options)
 
 
 def show_cell_lines() -> None:
-    """Make each warning name the cell's line that led to it, if a cell did."""
+    """Make each warning begin with the line of the cell that has led to it, if there is one."""
     original = warnings.formatwarning
 
     def formatwarning(

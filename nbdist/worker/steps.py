@@ -1,8 +1,9 @@
 """Counts the optimizer steps of the running task, and interrupts the task at a chosen step.
 
-torch calls `before_step` and `after_step` around each step of an optimizer; only steps on the main
-thread count. On Stop, the control thread first holds the main thread at the beginning of its next
-step, and then sets the step at which the task is interrupted: the same number on all ranks.
+Stop must interrupt all ranks before the same step, so that their models stay equal. torch calls
+`before_step` and `after_step` around each step of an optimizer; only steps on the main thread
+count. On Stop, the control thread first holds the main thread at the beginning of its next step.
+Then it sets the number of the step at which the task is interrupted, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -27,18 +28,24 @@ from nbdist.wire.control import StepCount
 from nbdist.worker.compat.torch import STEP_CODE
 
 MAX_HOLD_SECONDS = 3.0
-"""A held rank goes on by itself after so long; agents agree on a step to stop at in less time."""
+"""After so many seconds a held rank goes on by itself.
+
+Agents need less time to agree on the step at which they stop the ranks.
+"""
 
 HOLD_POLL_INTERVAL = 0.001  # seconds after which a held rank checks again whether to go on
 
-MAX_DEFERRAL = 1.0  # seconds that SIGINT waits for the end of a step, which may never end
+MAX_DEFERRAL = 1.0  # seconds that SIGINT waits for the end of a step; a step may never end
 
 
 class StepCounter:
-    """Counts the steps of all optimizers of a task; a step inside of a step is not counted."""
+    """Counts the steps of a task's optimizers, and holds or interrupts the task at a step.
+
+    A step that begins inside of another step is not counted.
+    """
 
     def __init__(self) -> None:
-        self._ident = 0  # of the main thread, once the hooks are registered
+        self._ident = 0  # the main thread's, once the hooks are registered
         self._lock = threading.Lock()
         self._deferral: threading.Timer | None = None
         self._succeeded_task = ""  # the id of the last task, once it has ended without an error
@@ -65,13 +72,13 @@ class StepCounter:
         self._held_until, self._stop_at = 0.0, 0
         self._raises_at_once = self._has_interrupted = False
         self.dropped_interrupts = 0
-        """KeyboardInterrupts of the task in finalizers and callbacks, which Python has dropped."""
+        """The number of KeyboardInterrupts in finalizers and callbacks, which Python drops."""
         self._drop_deferral()
         if self._ident:
             self._watch_dropped()
 
     def end_task(self, *, has_succeeded: bool = False) -> None:
-        """End holding and deferring for the task; the counts stay until the next task begins."""
+        """End holding the task and deferring SIGINT; the counts stay until the next task begins."""
         self._succeeded_task = self._task_id if has_succeeded else ""
         self._task_id, self._is_held = "", False
         self._drop_deferral()
@@ -83,15 +90,15 @@ class StepCounter:
 
         While the rank is held, wait. Raise KeyboardInterrupt if this is the step to stop at.
         """
-        # Do not count steps in compiled code: tracing this hook would break the user's graph.
+        # Do not count steps that `torch.compile` traces: counting would break the user's graph.
         if torch.compiler.is_compiling() or threading.get_ident() != self._ident:
             return
         if self.is_inside:
             if _count_steps(inspect.currentframe()) > 1:
                 self._nested += 1
                 return
-            self._nested = 0  # an exception has left the last step
-        self.is_inside = True  # from here on SIGINT waits for the end of the step
+            self._nested = 0  # the last step has not ended, but was left by an exception
+        self.is_inside = True  # from here on `handle_sigint` defers SIGINT to the end of the step
         self.begun += 1
         if self._is_held:
             try:
@@ -117,7 +124,10 @@ class StepCounter:
             raise KeyboardInterrupt
 
     def _wait_for_stop_step(self) -> None:
-        """Wait for `_stop_at`, with a limit; raise KeyboardInterrupt if this step reaches it."""
+        """Wait until `stop_at` sets a step, or `release` ends the wait, or it takes too long.
+
+        Raise KeyboardInterrupt if this step is the step to stop at.
+        """
         self._is_waiting = True
         try:
             while self._is_held and not self._stop_at and time.monotonic() < self._held_until:
@@ -133,9 +143,10 @@ class StepCounter:
         raise KeyboardInterrupt
 
     def handle_sigint(self, _: int, frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt, or inside of a step let `after_step` raise it at the step's end.
+        """Raise KeyboardInterrupt, or if a step runs let `after_step` raise it at the step's end.
 
-        A second SIGINT interrupts the step itself, and so does the end of `MAX_DEFERRAL`.
+        A second SIGINT interrupts the step itself. A step that has not ended after `MAX_DEFERRAL`
+        seconds is interrupted, too.
         """
         self._is_held = False
         if self._must_defer(frame):
@@ -148,8 +159,12 @@ class StepCounter:
         raise KeyboardInterrupt
 
     def _watch_dropped(self) -> None:
-        """Put `_count_dropped` before the hook for dropped exceptions, which user code may set."""
-        hook = getattr(sys, "unraisablehook", None) or sys.__unraisablehook__  # None is allowed
+        """Make Python call `_count_dropped` for exceptions that Python drops.
+
+        `_count_dropped` then calls the hook that user code may have set.
+        """
+        # User code may set the hook to None, or delete it.
+        hook = getattr(sys, "unraisablehook", None) or sys.__unraisablehook__
         if getattr(hook, "func", None) != self._count_dropped:
             sys.unraisablehook = partial(self._count_dropped, hook)
 
@@ -158,7 +173,7 @@ class StepCounter:
         self.dropped_interrupts += issubclass(dropped.exc_type, KeyboardInterrupt)
         try:
             show(dropped)
-        except KeyboardInterrupt:  # Python would drop this one too
+        except KeyboardInterrupt:  # of a SIGINT in `show`: Python would drop it, too
             self.dropped_interrupts += 1
 
     def _must_defer(self, frame: FrameType | None) -> bool:
@@ -175,14 +190,14 @@ class StepCounter:
 
     @property
     def has_taken_sigint(self) -> bool:
-        """Whether the task's code has got a SIGINT: as KeyboardInterrupt, or by its own handler.
+        """Whether the task's code has got a SIGINT, as a KeyboardInterrupt or in its own handler.
 
-        Also True if the code has set a handler and no SIGINT has come: the handler gets each one.
+        Always True if the code has set its own handler, which gets each SIGINT.
         """
         return self._has_interrupted or signal.getsignal(signal.SIGINT) != self.handle_sigint
 
     def _end_deferral(self) -> None:
-        """Interrupt a step that has not ended in time; runs on the thread of the timer."""
+        """Send SIGINT again if the step has not ended in time; runs on the timer's thread."""
         if self._deferral is threading.current_thread():
             signal.pthread_kill(self._ident, signal.SIGINT)
 
@@ -196,9 +211,11 @@ class StepCounter:
             has_succeeded = task_id == self._succeeded_task
             return StepCount(self.begun if has_succeeded else 0, has_succeeded=has_succeeded)
         self._stop_at, self._held_until = 0, time.monotonic() + MAX_HOLD_SECONDS
-        # Set before `begun` is read: a step that begins after the count must wait.
+        # Hold before reading `begun`, so that a step that begins after the reading must wait.
         self._is_held = True
-        begun = self.begun  # read once: a first step that begins now is neither held nor counted
+        # Read `begun` only once: the task's first step may begin now, and is then neither held nor
+        # counted.
+        begun = self.begun
         if not begun:
             self._is_held = False
         return StepCount(begun, time.monotonic() - self._began, self._interval)
@@ -209,13 +226,16 @@ class StepCounter:
             self._stop_at = step
 
     def release(self, task_id: str) -> StepCount:
-        """Let a held task go on; return its count, and whether it was interrupted at a step."""
+        """Let a held task go on; return its count, and whether `stop_at` has interrupted it."""
         with self._lock:
             has_stopped, self._is_held = self._has_stopped, False
         return StepCount(self.begun, has_stopped=has_stopped and task_id == self._task_id)
 
     def raise_at_once(self) -> None:
-        """Defer no SIGINT of this task, whose step would use data of an aborted collective."""
+        """Defer no further SIGINT of this task to the end of a step.
+
+        Called when a collective is aborted, whose meaningless result the step would use.
+        """
         self._raises_at_once = True
 
 

@@ -1,9 +1,10 @@
 """Turns exceptions of user code into reports: the failure of a task, tracebacks, and remedies.
 
-A failure is made from the exception itself and not from its drawn traceback: users can replace the
-code that draws tracebacks (`rich.traceback.install()`, `set_custom_exc`), and this code can fail.
-IPython colours the source of every frame, which takes 50 to 100 ms a rank. This is too long for
-Stop and lost connections, which all ranks have at once and the notebook shows in one line.
+The kernel and the shell use this file in each worker. A failure is made from the exception itself
+and not from its drawn traceback, because users can replace the code that draws tracebacks
+(`rich.traceback.install()`, `set_custom_exc`), and this code can fail. Stop and lost connections
+get short tracebacks: IPython would colour the source of every frame, which takes 50 to 100 ms on
+each rank, and the notebook shows all ranks' exceptions in one line.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from nbdist.worker.namespace import Problem
 from nbdist.worker.ops.memory import account
 
 MAX_FAILURE_LENGTH = 1 << 16
-"""Characters of an exception's message after which the rest of the message is left out."""
+"""Characters of an exception's message that are sent; the rest is left out."""
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
 HIDDEN_FOLDERS = tuple(os.path.join(PACKAGE, room) + os.sep for room in ("worker", "tools"))
@@ -50,7 +51,7 @@ DEBUGGERS = (bdb.__file__, pdb.__file__)
 def failure_of(error: BaseException, advice: Sequence[str] = ()) -> Failure:
     """Return the failure for an exception, with a traceback of plain lines.
 
-    `advice` are remedies and lines on memory for an exception whose traceback was not shown.
+    `advice` has the lines of `remedies` for an exception whose traceback was not shown.
     """
     if isinstance(error, Problem):
         return failure_in_words(error.kind, str(error))
@@ -70,7 +71,7 @@ def failure_of(error: BaseException, advice: Sequence[str] = ()) -> Failure:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the exception's message; characters after `MAX_FAILURE_LENGTH` are left out."""
+    """Return the exception's message, cut off after `MAX_FAILURE_LENGTH` characters."""
     try:
         text = str(error)
     except Exception as problem:  # noqa: BLE001 (the class is the user's)
@@ -82,7 +83,7 @@ def message_of(error: BaseException) -> str:
 
 
 def sendable(text: str) -> str:
-    """Return the text with lone surrogates escaped, which messages of a kernel cannot contain."""
+    """Return the text with lone surrogates escaped, as messages in UTF-8 cannot contain them."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -92,16 +93,17 @@ def classes_of(kind: type[BaseException]) -> tuple[str, ...]:
 
 
 def short_traceback(tb: TracebackType | None) -> list[str]:
-    """Return a line for each call, with the code of cells' lines.
+    """Return a traceback as a line for each call; for a call in a cell with the line's code.
 
-    Calls of workers' own code and of debuggers are left out; repeated calls get one line.
+    Calls of nbdist and of debuggers are left out. Recursive calls are folded into one line.
     """
     cells = cell_numbers()
     lines = []
     for frame, line in traceback.walk_tb(tb):
         file, function = frame.f_code.co_filename, frame.f_code.co_name
         if file in cells:
-            # Read IPython's entry from the cache: user code may replace linecache's functions.
+            # Read the entry that IPython has made in the cache. Do not call linecache's functions,
+            # which user code may replace.
             match linecache.cache.get(file):
                 case (_, _, list(source), _) if 0 < line <= len(source):
                     code = str(source[line - 1]).strip()
@@ -120,14 +122,14 @@ def short_traceback(tb: TracebackType | None) -> list[str]:
 # --- recursion: calls that repeat earlier calls -----------------------------------------------
 
 LONGEST_CYCLE, MIN_REPEATS = 8, 4
-"""The most calls of a cycle that is folded, and how often the cycle must repeat."""
+"""Up to `LONGEST_CYCLE` calls are folded if they repeat at least `MIN_REPEATS` times."""
 
 FOLDED = re.compile(r"<(… [\d,]+ calls of the same (?:line|\d lines))>")
-"""The file name of a stand-in for folded calls."""
+"""Matches the file name of a stand-in call, which `without_recursion` puts in for folded calls."""
 
 
 def find_recursions(calls: Sequence[Hashable]) -> Iterator[tuple[int, int, str]]:
-    """Yield start, end and a text for each long run of calls that repeat the calls before it."""
+    """Yield start, end and a text for each run of calls that repeat the calls before the run."""
     position = 0
     while position < len(calls):
         for period in range(1, LONGEST_CYCLE + 1):
@@ -144,9 +146,10 @@ def find_recursions(calls: Sequence[Hashable]) -> Iterator[tuple[int, int, str]]
 
 
 def without_recursion(tb: TracebackType | None) -> TracebackType | None:
-    """Replace each run of repeated calls in a traceback by a stand-in, see `format_folded`.
+    """Replace each run of repeated calls in a traceback by a stand-in call.
 
-    Without this, IPython would take seconds for a thousand calls, and show them all.
+    `format_folded` later shows the stand-in as a line of text. Without stand-ins IPython would take
+    seconds to draw a thousand calls, and show them all.
     """
     calls, shortened, position = _calls_of(tb), list[TracebackType](), 0
     places = [(each.tb_frame.f_code, each.tb_lineno) for each in calls]
@@ -157,7 +160,7 @@ def without_recursion(tb: TracebackType | None) -> TracebackType | None:
 
 
 def format_folded(part: str) -> str:
-    """Return a formatted call, or the line of text if the call is a stand-in for folded calls."""
+    """Return a part of a drawn traceback, or a line of text if the part is a stand-in call."""
     match = FOLDED.search(part)
     return f"{match[1]}\n" if match else part
 
@@ -185,7 +188,7 @@ def _chain_calls(calls: Sequence[TracebackType]) -> TracebackType | None:
 
 
 IN_FILE = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
-"""A call as Python prints it; the file of a cell has another name in each process."""
+"""Matches a call as Python prints it in a traceback."""
 
 
 def group_traceback(kind: Any, error: Any, tb: TracebackType | None) -> list[str]:
@@ -212,17 +215,17 @@ def without_nbdist(tb: TracebackType | None) -> TracebackType | None:
 
 
 def cell_part(tb: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without IPython's calls at its beginning, which have run the cell."""
+    """Return a traceback without its first calls, by which IPython has run the cell."""
     while tb is not None and IN_IPYTHON in tb.tb_frame.f_code.co_filename:
         tb = tb.tb_next
     return tb
 
 
 def interrupted_part(error: BaseException, tb: TracebackType | None) -> TracebackType | None:
-    """Return the part of a KeyboardInterrupt's traceback `tb` from the cell's line on.
+    """Return the part of a KeyboardInterrupt's traceback `tb` that begins at the cell's line.
 
-    Python may have handled the SIGINT only after another exception had left the cell, such as the
-    error that ends a wait in C++. Then return this part of that exception's traceback.
+    Python may handle SIGINT only after another exception, such as the error that ends a wait in
+    C++, has left the cell. Then that exception's traceback has the cell's line, and is used.
     """
     cells = cell_numbers()
     for each in exception_chain(error):
@@ -233,7 +236,10 @@ def interrupted_part(error: BaseException, tb: TracebackType | None) -> Tracebac
 
 
 def with_short_message(kind: Any, error: Any) -> tuple[Any, Any]:
-    """Return an exception's class and the exception, or both of a stand-in with a cut message."""
+    """Return an exception's class and the exception; replace it if its message is too long.
+
+    The replacement is an exception of another class with the same name, whose message is cut.
+    """
     message = message_of(error)
     if len(message) <= MAX_FAILURE_LENGTH:
         return kind, error
@@ -298,7 +304,7 @@ OF_GPUS = {
         f"another rank has it too: {OTHERS}, `--share-gpus` allows it"
     ),
 }
-"""Remedies for a GPU that cannot be used, by a pattern of a message of torch, CUDA or NCCL."""
+"""By a pattern in a message of torch, CUDA or NCCL: why a GPU cannot be used, with a remedy."""
 
 NO_ROOM = re.compile(r"(CUDA|Cuda|HIP)\b.*out of memory", re.DOTALL)
 FULL = (
@@ -312,7 +318,7 @@ HAS_NO_GPU = (AssertionError, RuntimeError, AttributeError)
 
 
 def remedies(shell: Any, rank: int, error: BaseException) -> list[str]:
-    """Return lines of advice on an error; an empty list for most errors."""
+    """Return lines of advice on how to repair an error; an empty list for most errors."""
     lines, names = account(shell, rank, error), shell.user_ns
     if type(error) is NameError and error.name:
         near = did_you_mean(error.name, [*names, *vars(builtins)]).strip()
@@ -342,7 +348,7 @@ def gpu_start_error(gpu: str, error: Exception) -> str:
 
 
 def _gpu_remedy(error: BaseException) -> str:
-    """Return the remedy if an error says why a GPU cannot be used, by `OF_GPUS`; else ""."""
+    """Return the text in `OF_GPUS` for an error's message, "" if no pattern matches."""
     message = str(error) if isinstance(error, AssertionError | RuntimeError) else ""
     remedy = next((why for sign, why in OF_GPUS.items() if re.search(sign, message)), "")
     return remedy.format(torch=torch.__version__, cuda=torch.version.cuda)
@@ -377,7 +383,10 @@ DEVICE_ERROR_TYPES = {RuntimeError, getattr(torch, "AcceleratorError", RuntimeEr
 
 
 def lasting_error(error: BaseException) -> str:
-    """Return CUDA's message if an error, its cause or context is a lasting GPU error; else ""."""
+    """Return CUDA's message if an error, or an exception before it, is a GPU error that lasts.
+
+    After such an error the process cannot use the GPU any more. Return "" for other errors.
+    """
     args = (
         arg
         for each in exception_chain(error)
@@ -391,8 +400,8 @@ def lasting_error(error: BaseException) -> str:
 def unfit_reason(rank: int, error: BaseException) -> str:
     """Return why this process cannot be used any more after an error; "" if it can.
 
-    The GPU's driver is asked, too: a GPU can fail later than the code that uses it, and the cell
-    may have failed for another reason.
+    The driver of the GPU is asked, too: the GPU may have failed although the cell's error says
+    something else, as GPU kernels run later than the code that starts them.
     """
     message = lasting_error(error)
     if not message:
@@ -407,17 +416,21 @@ def unfit_reason(rank: int, error: BaseException) -> str:
 # --- the exception itself, for the notebook ---------------------------------------------------
 
 MAX_ARGUMENT_BYTES = 1 << 14
-"""Most bytes of an argument or attribute that is sent: larger values are data, not messages."""
+"""The most bytes of an argument or attribute of an exception that are sent to the notebook.
+
+Larger values are data and not messages.
+"""
 
 NOT_SENT = {"__dict__", "__weakref__", "__notes__", "obj"}
-"""Attributes of every exception, and the `obj` of AttributeError, which may be large."""
+"""Attributes of exceptions that are not sent; the `obj` of an AttributeError may be large."""
 
 
 def contents_of(error: BaseException, namespace: dict[str, Any]) -> Payload:
     """Pack the arguments and attributes of an exception, for the notebook.
 
-    An argument that is too large or cannot be pickled becomes text; such an attribute is left out.
-    An exception that `bare` cannot make is also packed as a whole, if possible.
+    An argument that is too large or cannot be pickled becomes text, and such an attribute is left
+    out. The notebook makes the exception again by `bare`. If `bare` cannot make its class, the
+    exception is also pickled as a whole, if possible.
     """
     args = [
         _pack_value(arg, namespace) or _pack_value(_repr_of(arg), namespace) for arg in error.args
@@ -459,9 +472,9 @@ def _repr_of(value: object) -> str:
 
 
 def _attributes(error: BaseException) -> Iterator[tuple[str, object]]:
-    """Yield the attributes of an exception but `NOT_SENT`, also of slots and builtin classes.
+    """Yield the attributes of an exception, except `NOT_SENT`, without calling code of the user.
 
-    No code of the user is called.
+    The attributes are in its `__dict__`, in slots, or in fields of builtin classes.
     """
     attributes = {**object.__getattribute__(error, "__dict__")}
     for base in type(error).__mro__:

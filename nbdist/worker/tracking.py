@@ -1,7 +1,8 @@
-"""`nbdist.track`, which sends numbers of a rank by step about twice a second, and `nbdist.watch`.
+"""The functions `nbdist.track` and `nbdist.watch`, which user code calls in training loops.
 
-In a worker the kernel connects `track` to iopub; in other processes both functions do nothing.
-Numbers that come faster than they are sent are aggregated, so every message is small.
+`track` sends numbers of a rank, by step, to the notebook about twice a second. Numbers that come
+faster are aggregated, so every message is small. In a worker the kernel connects `track` to its
+iopub socket; in other processes both functions do nothing.
 """
 
 from __future__ import annotations
@@ -20,26 +21,30 @@ from nbdist.output.events import MAX_STEP, MIN_STEP_WIDTH
 
 TRACK_SEND_INTERVAL = 0.5  # seconds between two messages
 MAX_WAITING_CALLS = 4_096  # calls that are kept before they are aggregated
-# Most points of a message, which its names share equally; points that each name may always have.
+# The most points of a message, which all tracked names share equally; and the points that each name
+# may have even if its share is smaller.
 MAX_POINTS_SENT, MIN_POINTS_SENT = 256, 4
 MAX_TRACKED_NAMES, MAX_TRACKED_NAME_LENGTH = 64, 100
 
 TrackCall = tuple[float | None, dict[str, Any]]
 
 TrackedPoint = tuple[float, float, float, float, float, float]
-"""A step; the count, lowest, highest and mean of its finite numbers; the count of its others."""
+"""A step, and the count, lowest, highest and mean of its finite numbers.
+
+The last field is the count of its numbers that are NaN or infinite.
+"""
 
 _pending_calls: list[TrackCall] = []
 _call_counts: dict[str, int] = {}
-"""By name, how often the task has tracked the name without a step."""
+"""By name, how often the task has tracked the name without a step; 0 for a name with steps."""
 
 _points: dict[str, list[TrackedPoint]] = {}
 """By name, the points of the next message."""
-_counted_names: set[str] = set()
+_counted_names: set[str] = set()  # names that were tracked without a step
 _last_steps: dict[str, float] = {}
 """By name, the last step that was sent."""
 
-_refused_names: list[str] = []  # the first name beyond MAX_TRACKED_NAMES
+_refused_names: list[str] = []  # the first name beyond MAX_TRACKED_NAMES, if there was one
 
 _lock = threading.RLock()
 _send: Callable[[dict[str, Any]], None] | None = None
@@ -75,7 +80,7 @@ def track(*, step: float | None = None, **numbers: Any) -> None:
 
 
 step_callbacks: list[Callable[[], None]] = []
-"""Functions that `watch` calls, while a cell with `--watch` runs in this process."""
+"""Functions for `watch` to call; a cell with `--watch` adds one while it runs."""
 
 
 def watch() -> None:
@@ -88,7 +93,7 @@ def watch() -> None:
 
 
 def connect(send: Callable[[dict[str, Any]], None] | None) -> None:
-    """Send messages by this function from now on; None ends tracking."""
+    """Make `track` send its messages by this function; with None `track` does nothing."""
     global _send
     _send = send
     _pending_calls.clear()
@@ -104,7 +109,10 @@ def begin_task() -> None:
 
 
 def flush() -> None:
-    """Send all numbers that were not sent; also called at a task's end, on the task's thread."""
+    """Send all tracked numbers that were not sent yet.
+
+    `track` calls this about twice a second, and the kernel at the end of each task.
+    """
     global _due
     if not (_pending_calls or _points) or _send is None:
         return
@@ -119,18 +127,20 @@ def flush() -> None:
             return
         try:
             _send({"curves": curves, "counted": counted})
-        except (OSError, TypeError, ValueError) as error:  # the task must still be reported
+        except (OSError, TypeError, ValueError) as error:  # this must not fail the user's task
             names = ", ".join(f"`{name}`" for name in curves)
             _warn(f"the numbers of {names} were not sent: {error!r:.200}")
 
 
-# A child of a worker is no rank: a data loader's process would send numbers as its parent.
+# A forked child of a worker must send nothing: a data loader's process would send numbers as if it
+# were the rank.
 os.register_at_fork(after_in_child=lambda: connect(None))
 
 
 def _to_number(name: str, value: Any) -> Any:
-    """Return a value as a float, or as a copy on its GPU; TypeError if it is no number."""
-    if hasattr(value, "full_tensor"):  # a collective, which ranks would call at different times
+    """Return a value as a float, or a tensor's copy on its GPU; TypeError if it is no number."""
+    # `full_tensor` is a collective, which the ranks would call at different times.
+    if hasattr(value, "full_tensor"):
         raise TypeError(f"track({name}=...): a DTensor; track its `.full_tensor()`")
     device = value.device if hasattr(value, "detach") and hasattr(value, "device") else None
     is_elsewhere = getattr(device, "type", "cpu") not in ("cpu", "meta")
@@ -153,7 +163,10 @@ def _to_number(name: str, value: Any) -> Any:
 
 
 def _to_step(value: Any) -> float:
-    """Return a step as a float; TypeError if no number, ValueError if NaN or beyond `MAX_STEP`."""
+    """Return a step as a float.
+
+    Raises TypeError if the step is no number, and ValueError if it is NaN or beyond `MAX_STEP`.
+    """
     number = _to_number("step", value)
     if abs(step := float(number)) <= MAX_STEP:  # False for NaN
         return step
@@ -163,7 +176,7 @@ def _to_step(value: Any) -> float:
 
 
 def _check_name(name: str) -> None:
-    """Raise ValueError for a name with half of a surrogate pair."""
+    """Raise ValueError for a name with a lone surrogate, which has no form in UTF-8."""
     try:
         name.encode()
     except UnicodeEncodeError as error:
@@ -174,7 +187,7 @@ def _check_name(name: str) -> None:
 
 
 def _aggregate() -> None:
-    """Turn pending calls into points, and merge points until they fit into a message."""
+    """Turn pending calls of `track` into points, and merge points until they fit into a message."""
     calls = _pending_calls[:]
     del _pending_calls[: len(calls)]
     for step, numbers in calls:
@@ -201,7 +214,7 @@ def _make_point(step: float, value: Any) -> TrackedPoint:
         number = float(value)
     except OverflowError:
         number = math.inf
-    except RuntimeError:  # the number's GPU has failed, which the cell will report
+    except RuntimeError:  # the tensor's GPU has failed, which the cell itself will report
         number = math.nan
     if math.isfinite(number):
         return step, 1, number, number, number, 0
@@ -209,7 +222,7 @@ def _make_point(step: float, value: Any) -> TrackedPoint:
 
 
 def _refuse_name(name: str) -> None:
-    """Warn once a task that more than `MAX_TRACKED_NAMES` names were tracked; `name` is dropped."""
+    """Warn, once in each task, that `name` is not tracked because there are too many names."""
     if not _refused_names:
         _refused_names.append(name)
         _warn(
@@ -227,19 +240,20 @@ def _warn(text: str) -> None:
 def _merge_points(
     points: list[TrackedPoint], limit: int, last_step: float | None
 ) -> Iterator[TrackedPoint]:
-    """Merge points in order to about `limit` points, or to twice as many for unordered steps.
+    """Merge points in their order to about `limit` points, at most to twice as many.
 
-    All points have the same width and begin at multiples of the width: at the same steps on all
-    ranks. A point that would begin below `last_step`, which was already sent, begins at it. A point
-    also begins at the first number that is NaN or infinite, whose step the notebook shows. If steps
-    are so unordered that twice the limit is exceeded, each point gets as many numbers, and begins
-    at the lowest step among them.
+    A new point covers a range of steps. All ranges have the same width, and begin at multiples of
+    the width, so that they are the same on all ranks. A point that would begin below `last_step`,
+    which was already sent, begins at `last_step`. One more point begins at the first number that is
+    NaN or infinite, because the notebook shows its step. If the steps are so unordered that twice
+    the limit would be exceeded, a fixed number of points is merged into each new point, which
+    begins at the lowest step among them.
     """
     first, span = points[0][0], abs(points[-1][0] - points[0][0])
     min_width = max(MIN_STEP_WIDTH, span / (limit - 1))
     width = 2.0 ** math.ceil(math.log2(min_width)) if span else 1.0
     groups = [[*each] for _, each in groupby(points, lambda point: point[0] // width)]
-    if len(groups) > 2 * limit:  # steps that go back and forth
+    if len(groups) > 2 * limit:  # the steps go back and forth
         size = math.ceil(len(points) / limit)
         groups = [points[index : index + size] for index in range(0, len(points), size)]
         width = 0
@@ -261,7 +275,7 @@ def _join_points(step: float, points: list[TrackedPoint]) -> TrackedPoint:
     if not finite:
         return step, 0, 0.0, 0.0, 0.0, odd_count
     count = sum([point[1] for point in finite])
-    # Divide before adding up: the sum of large numbers can be infinite.
+    # Divide before adding up, because the sum of large numbers could be infinite.
     mean = sum([point[4] * (point[1] / count) for point in finite])
     low, high = min([point[2] for point in finite]), max([point[3] for point in finite])
     return step, count, low, high, mean, odd_count
