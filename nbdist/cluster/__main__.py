@@ -1,7 +1,7 @@
 """The head's process: `python -m nbdist.cluster RUNTIME_FOLDER NOTEBOOK_PID`.
 
-The notebook starts the head with a pipe as stdin, which closes when the notebook ends.  If the
-world then detaches, the head keeps running, and another notebook can attach.
+The notebook starts the head with a pipe as stdin, which closes when the notebook exits. If the
+world is detached then, the head keeps running, and another notebook can attach.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from pathlib import Path
 from nbdist.agent.fork_server import start_guarded
 
 COMMANDS_GRACE = 3.0
-"""Seconds for `srun` and similar commands to exit, with their agents, after the head has ended.
+"""Seconds for `srun` and similar commands to exit, with their agents, after the head has exited.
 
-Commands that still run then get SIGTERM, and as many seconds again.  The guard kills a head that
-hangs for `AGENT_GRACE` and twice these seconds after its notebook's exit.
+The head's guard sends SIGTERM to commands that still run then, and gives them as many seconds
+again. The guard also kills a head that still runs `AGENT_GRACE` + 2 * `COMMANDS_GRACE` seconds
+after its notebook's exit.
 """
 
 
 def main() -> None:
-    """Run a head until the head is shut down."""
+    """Fork a guard above this process, then run the head until it is shut down."""
     runtime, notebook_pid = Path(sys.argv[1]), int(sys.argv[2])
     guard, _ = start_guarded(runtime, notebook_pid, fork_server=False, grace=COMMANDS_GRACE)
     from nbdist.agent.notebook_link import run

@@ -1,8 +1,9 @@
-"""The link of an agent, on one of several machines, to the head of its world.
+"""An agent's link to the head of its world, if the world has several machines.
 
-If the connection is lost, libzmq connects again, and both ends resend messages that the other end
-may have missed.  The agent exits if the head has ended, if the connection stays lost, or if the
-pipe at its stdin closes.  `find_route` finds the address by which an agent reaches its head.
+Runs in the agent. If the connection is lost, libzmq connects again, and both the agent and the head
+resend messages that the other may have missed. The agent exits if the head has ended, if the
+connection stays lost, or if the pipe at its stdin is closed. `find_route` finds the address by
+which an agent reaches its head.
 """
 
 from __future__ import annotations
@@ -64,11 +65,14 @@ from nbdist.wire.transfer import (
 from nbdist.wire.work import task_from
 
 TICKET_TIMEOUT = 60.0  # seconds for the ticket to arrive on stdin
-HEAD_LINK_LINGER = 500  # milliseconds after `close` for messages to reach the head
+HEAD_LINK_LINGER = 500  # milliseconds for the last messages to reach the head after `close`
 
 
 def read_ticket() -> Ticket:
-    """Read a ticket's line from stdin, and nothing after the line; raises BadTicket."""
+    """Read the line with the ticket from stdin; raises BadTicket if no ticket comes in time.
+
+    Only this line is read. Later the end of stdin tells the agent to exit.
+    """
     line, deadline = b"", time.monotonic() + TICKET_TIMEOUT
     while not line.endswith(b"\n"):
         seconds_left = max(0.0, deadline - time.monotonic())
@@ -84,7 +88,8 @@ def read_ticket() -> Ticket:
 class HeadLink:
     """Sends messages to the head, and passes the head's messages for the agent to `on_message`.
 
-    `problem` says why the agent has given the connection up, "" if the agent has not.
+    `memory` receives big values. `problem` says why the agent has given up the connection; it is ""
+    if the agent has not.
     """
 
     def __init__(
@@ -95,7 +100,11 @@ class HeadLink:
         leave: Callable[[], None],
         guard: Guard | None = None,
     ) -> None:
-        """`port` is the port reserved here for MASTER_PORT; `leave` makes the agent exit."""
+        """Connect to the head; `open` then sends the first message.
+
+        `port` is a free port of this machine, reserved for MASTER_PORT. `leave` makes the agent
+        exit. The `guard` reports to the head if the agent is killed.
+        """
         self._route = route
         head_endpoint = endpoint(route.address, route.ticket.port)
         self._head_address = head_endpoint.removeprefix("tcp://")
@@ -129,7 +138,10 @@ class HeadLink:
         self._link.on_recv(self._handle_frames, copy=False)
 
     async def open(self) -> None:
-        """Send this agent's hello, and watch for the end of the link or of stdin, and SIGTERM."""
+        """Send the agent's hello, and watch for reasons to exit.
+
+        The agent exits at SIGTERM, if its stdin is closed, or if the link is given up.
+        """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._leave)
         loop.add_signal_handler(signal.SIGINT, lambda: None)
@@ -149,13 +161,13 @@ class HeadLink:
         self.send(NodeHello(__version__, os.getpid(), facts))
 
     def send(self, message: NodeUp) -> None:
-        """Send a message to the head."""
+        """Send a message to the head; it is sent again if the connection is lost meanwhile."""
         self._link.send_multipart(self._numbered.message(node_frames(message)), copy=False)
 
     async def ask_store(self, operation: Operation) -> StoreReply:
-        """Return the answer of the head's store to an operation.
+        """Send an operation on the world's store to the head, and return the store's answer.
 
-        If the head has ended, the call waits until the agent exits.
+        If the head has ended, the call never returns, but the agent exits.
         """
         number = next(self._numbers)
         answer: asyncio.Future[StoreReply] = asyncio.get_running_loop().create_future()
@@ -191,7 +203,10 @@ class HeadLink:
                 self._link.send_multipart(frames, copy=False)
 
     def _start_lost_timer(self) -> None:
-        """Give up if libzmq does not reconnect in time, or at once if the head's port is closed."""
+        """Start a timer that gives the link up, unless libzmq reconnects before.
+
+        If nothing listens on the head's port any more, the link is given up at once.
+        """
         loop = asyncio.get_running_loop()
         if self._lost_timer is None:
             timeout = self._route.ticket.link_timeout
@@ -202,7 +217,7 @@ class HeadLink:
 
     async def _probe_head(self) -> None:
         result = await _connect(self._route.address, self._route.ticket.port, HEAD_REACH_TIMEOUT)
-        if isinstance(result, ConnectionRefusedError):  # no process listens on the head's port
+        if isinstance(result, ConnectionRefusedError):  # the head has exited: its port is closed
             self._give_up()
 
     def _give_up(self, problem: str = "") -> None:
@@ -211,7 +226,10 @@ class HeadLink:
         self._leave()
 
     async def close(self) -> None:
-        """Report the end of the agent, and close the link; see `HEAD_LINK_LINGER`."""
+        """Report to the head that this agent exits, and close the link.
+
+        Messages that were not sent yet have `HEAD_LINK_LINGER` to reach the head.
+        """
         if self._lost_timer is not None:
             self._lost_timer.cancel()
         if self._probing is not None:
@@ -251,7 +269,8 @@ class HeadLink:
             case Drop(path):
                 self.memory.drop([path])
             case RunTask() as run:
-                # The task refers to shared memory of the notebook: let it refer to the copies here.
+                # The task refers to segments on the notebook's machine. Let it refer to the copies
+                # on this machine.
                 if places := self.memory.places(run.segments):
                     run = run._replace(task=pack(task_from(run.task).moved(places)))
                 self._on_message(run)
@@ -261,19 +280,20 @@ class HeadLink:
 
 
 WAY_TIMEOUT = 5.0  # seconds for an address of the head to answer
-ORDER_GRACE = 0.2  # further seconds for addresses that the ticket lists before the quickest
-HEAD_REACH_TIMEOUT = 4.0  # seconds for a machine to answer: enough for two lost packets
+ORDER_GRACE = 0.2  # further seconds for all other addresses, once an address has answered
+HEAD_REACH_TIMEOUT = 4.0  # seconds for a machine to answer, even if two packets are lost
 
 
 class NoWay(OSError):
-    """No address of the head can be reached; the message has each address, port and error."""
+    """The agent reaches no address of its head; the message has each address, port and error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The route from an agent to its head: to `address` of the ticket, from `local_address`.
+    """The route from an agent to its head.
 
-    `number` is the number of the node, -1 if the head has to choose a number.
+    `address` is the head's, one of those in the ticket, and `local_address` is this machine's.
+    `number` is the number of the node; it is -1 if the head has to choose a number.
     """
 
     ticket: Ticket
@@ -283,10 +303,11 @@ class Way:
 
 
 def find_route(ticket: Ticket, number: int = -1) -> Way:
-    """Return the route by the first address of the ticket that answers; all are tried at once.
+    """Return the route to the head, by the first address in the ticket's order that answers.
 
-    Once an address answers, the others have `ORDER_GRACE` seconds more: on the head's own machine
-    even bridges of containers answer, which other machines cannot reach.  Raises NoWay after
+    All addresses are tried at once. Once an address has answered, all others have `ORDER_GRACE`
+    seconds more, so that a better address is not missed. For example, on the head's own machine
+    bridges of containers answer quickly, which other machines cannot reach. Raises NoWay after
     `WAY_TIMEOUT` seconds, or as soon as all addresses have failed.
     """
     return asyncio.run(_find_route(ticket, number))
@@ -314,17 +335,20 @@ async def _find_route(ticket: Ticket, number: int) -> Way:
 async def first_unreached(
     targets: Sequence[ProbeTarget], timeout: float = HEAD_REACH_TIMEOUT
 ) -> str:
-    """Connect to all targets at once; return the first that was not reached and why, or ""."""
+    """Connect to all targets at once; return a text on the first target that was not reached.
+
+    The text has the address and the error. Return "" if all targets were reached.
+    """
     errors = await asyncio.gather(*(_connect(to.address, to.port, timeout) for to in targets))
     for peer, error in zip(targets, errors, strict=True):
-        # A machine that refuses the connection was reached: nothing listens on the probed port.
+        # A machine that refuses the connection was reached, but nothing listens on the port.
         if isinstance(error, OSError) and not isinstance(error, ConnectionRefusedError):
             return f"{peer.name} at {peer.address}:{peer.port}: {_error_text(error, timeout)}"
     return ""
 
 
 async def _connect(address: str, port: int, timeout: float) -> str | OSError:
-    """Try to connect; return this machine's address in the connection, or the error."""
+    """Try to connect to a port; return this machine's address in the connection, or the error."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as attempt:
@@ -340,5 +364,5 @@ def _error_text(error: OSError, timeout: float) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer within {timeout:.0f} s"
     number = error.errno or 0
-    # The error of a name that cannot be resolved has a negative number.
+    # If a name cannot be resolved, the error has a negative number, which `strerror` does not know.
     return os.strerror(number) if number > 0 else error.strerror or str(error)

@@ -1,7 +1,8 @@
-"""The head of a world of several machines: the notebook talks to it as to a single agent.
+"""The head of a world of several machines: the notebook uses it like the agent of one machine.
 
-Runs in a process of its own on the notebook's machine.  `GroupFormation` starts, heals and
-scales the world, as in the agent of a world on one machine.
+The head runs in its own process on the notebook's machine (`nbdist.cluster.__main__`). It passes
+the notebook's requests to the agents, and their messages to the notebook. `GroupFormation` starts,
+heals and scales the world, as it does in the agent of a world on one machine.
 """
 
 from __future__ import annotations
@@ -54,9 +55,10 @@ ToRanks = messages.AbortRanks | InterruptAt | messages.ReleaseRankValues
 
 
 class Head:
-    """Forwards messages between the notebook and the agents.
+    """Forwards messages between the notebook and the agents of a world.
 
-    The head starts the world on its nodes, heals it and changes its size, one call at a time.
+    It also starts the world on its nodes, heals it and changes its size. Such requests are carried
+    out one after the other.
     """
 
     def __init__(self, runtime: Path, notebook_pid: int, guard: Guard) -> None:
@@ -68,11 +70,14 @@ class Head:
         self._started_workers: dict[int, int] = {}
         self._progress = ""
         self._task_of: dict[int, str] = {}
-        self._last_task: dict[int, str] = {}  # as `_task_of`, but kept when a rank has finished
-        self._stopped_tasks: dict[int, str] = {}  # by rank, its task at the last Stop, or ""
-        # By rank, the task that will be stopped once the head has decided at which step.
+        # By rank, the last task that was sent to the rank, even if the rank has finished it.
+        self._last_task: dict[int, str] = {}
+        # By rank, the task that ran at the last Stop, or "".
+        self._stopped_tasks: dict[int, str] = {}
+        # By rank, the task that will be interrupted once the head has chosen the step.
         self._pending_stops: dict[int, str] = {}
-        self._spared: set[int] = set()  # ranks in `_pending_stops` that only a second Stop may kill
+        # Ranks in `_pending_stops` that must not be killed unless Stop is pressed again.
+        self._spared: set[int] = set()
         self._batch_senders: deque[Node | None] = deque()
         self._serving = Serving(self._execute, self._send)
         self._transfers = BulkTransfers(
@@ -94,7 +99,10 @@ class Head:
         return f"<Head {os.getpid()} of {len(self._node_of)} ranks, {self._pool}>"
 
     async def serve(self) -> None:
-        """Serve until the head is shut down; then shut down all agents, and close connections."""
+        """Serve the notebook and the agents until the head is shut down.
+
+        Then shut down all agents, and close all connections.
+        """
         asyncio.get_running_loop().set_exception_handler(self._serving.on_loop_error)
         await self._listener.open()
         await self._notebook.open()
@@ -121,7 +129,7 @@ class Head:
         return {rank: self._nodes[number].name for rank, number in self._node_of.items()}
 
     def _parts(self, ranks: Iterable[int]) -> dict[Node, tuple[int, ...]]:
-        """Return the ranks by node; ranks without a node are left out."""
+        """Return which of these ranks each node has; ranks without a node are left out."""
         parts = group_by_node(ranks, self._node_of)
         return {self._nodes[number]: part for number, part in parts.items()}
 
@@ -175,8 +183,8 @@ class Head:
                 return await self._start(spec)
             case messages.StopWorld(grace):
                 if self._pool is not None:
-                    # First drop tasks and outputs that wait for values; after the stop drop outputs
-                    # that the ranks have sent meanwhile.
+                    # Drop tasks and outputs that wait for values to arrive. Do so again after the
+                    # stop, as the ranks may have sent further outputs meanwhile.
                     self._transfers.forget_tasks()
                     await self._pool.forming.stop(grace)
                     self._transfers.forget_tasks()
@@ -211,7 +219,10 @@ class Head:
                 self._report_dead(node, part)
 
     def _interrupt(self, ranks: Collection[int]) -> None:
-        """Interrupt ranks at a common step if possible; at once if not, or if Stop comes again."""
+        """Interrupt the tasks of ranks for Stop, before a common optimizer step if there is one.
+
+        If there is none, or if Stop was pressed before in the same task, interrupt them at once.
+        """
         tasks = {rank: self._task_of.get(rank, "") for rank in ranks}
         self._spared.difference_update(ranks)
         if any(task and self._stopped_tasks.get(rank) == task for rank, task in tasks.items()):
@@ -224,8 +235,12 @@ class Head:
         self._stopped_tasks.update(tasks)
 
     async def _spare(self, ranks: Collection[int]) -> tuple[int, ...]:
-        """Let Stop kill none of these ranks until it is pressed again; return the live ranks."""
-        # A node is told of this Stop only by `InterruptAt`, so until then its ranks are noted here.
+        """Keep agents from killing these ranks because of the last Stop; return the live ranks.
+
+        If Stop is pressed again, agents may kill the ranks.
+        """
+        # For ranks in `_pending_stops` the agents do not know of the Stop before `InterruptAt`. So
+        # record these ranks, and send `SpareRanks` for them after `InterruptAt`.
         waiting = self._pending_stops.keys() & ranks
         self._spared |= waiting
         parts = self._parts(rank for rank in ranks if rank not in waiting).items()
@@ -235,7 +250,7 @@ class Head:
 
     async def _interrupt_at_common_step(self, tasks: Mapping[int, str]) -> None:
         deadline = time.monotonic() + STEP_TIMEOUT
-        # Ranks that have finished the task are asked too: the others must make as many steps.
+        # Also ask ranks that have finished the task: the others must make as many steps as these.
         ranks = [rank for rank, task in self._last_task.items() if task in tasks.values()]
         parts = self._parts(ranks).items()
         holding = asyncio.gather(*(node.execute(HoldRanks(part)) for node, part in parts))
@@ -243,7 +258,7 @@ class Head:
         with suppress(TimeoutError):
             answers = await asyncio.wait_for(holding, NODE_TIMEOUT)
             counts = {rank: count for rank_counts in answers for rank, count in rank_counts.items()}
-        # Ranks that a second Stop has interrupted meanwhile are no longer pending.
+        # Leave out ranks that a second Stop has interrupted meanwhile.
         pending = [rank for rank, task in tasks.items() if self._pending_stops.get(rank) == task]
         running = [rank for rank in pending if self._task_of.get(rank, "") == tasks[rank]]
         seconds = deadline - time.monotonic()
@@ -271,7 +286,7 @@ class Head:
     def _on_message(self, node: Node, message: NodeUp) -> None:
         match message:
             case _ if self._pool is None:
-                pass  # the agents are shutting down
+                pass  # the agents are being shut down
             case messages.Outputs() if node.lost:
                 self._show(displayed_only(message), node)
             case _ if node.lost:
@@ -299,9 +314,13 @@ class Head:
         node.send(messages.AgentReply(number, await self._store.ask(operation)))
 
     def _show(self, outputs: messages.Outputs, node: Node | None) -> None:
-        """Send a batch to the notebook; record its sender: acknowledgements keep the order."""
+        """Send a batch of outputs to the notebook; `node` is its sender, None for the head.
+
+        The senders are recorded: the notebook acknowledges batches in the order in which they were
+        sent, and each acknowledgement is passed to the sender.
+        """
         for rank, task, output in outputs.items:
-            if node is None:  # a node has sent `Observed` before
+            if node is None:  # for the outputs of a node, the node has sent `Observed` before
                 self._notebook.observe(rank, task, output)
             if isinstance(output, Done | Died) and self._task_of.get(rank) == task:
                 del self._task_of[rank]
@@ -320,7 +339,7 @@ class Head:
             self._show(messages.Outputs(items), None)
 
     def _on_joined(self, node: Node) -> None:
-        """Report a new machine to the notebook if the world can have more ranks with it."""
+        """Report a machine that has joined, if the world can have more ranks with this machine."""
         spec = self._pool.forming.spec if self._pool else None
         if (
             spec
@@ -332,7 +351,7 @@ class Head:
     # --- the world: its start and end -------------------------------------------------------
 
     async def _start(self, spec: WorldSpec) -> messages.Reply:
-        """Start agents and their workers; return the world, or why it did not start."""
+        """Start agents on all machines, and the world's workers; return the world, or a failure."""
         config = spec.config
         try:
             pool = await self._open_pool(config)
@@ -344,7 +363,7 @@ class Head:
                 error = CannotStart(config.launcher_name, str(error))
             return error.failure
         if config.rdzv_backend and config.rdzv_endpoint:
-            # A unique name: several worlds may use the same rendezvous.
+            # The name must be unique, because several worlds may use the same rendezvous backend.
             rdzv_name = f"nbdist-{config.name}-{secrets.token_hex(8)}"
             where = config.rdzv_backend, config.rdzv_endpoint
             spec = replace(spec, torch_store=TorchStore(*where, rdzv_name))
@@ -360,7 +379,10 @@ class Head:
         return replace(started, hosts=self._hosts, missing=missing)
 
     async def _open_pool(self, config: WorldConfig) -> NodePool:
-        """Return a pool with agents on the requested machines, if possible the present pool."""
+        """Return a pool with agents on the requested machines.
+
+        Keep the present pool if it can serve this configuration, else close it and start agents.
+        """
         if self._pool is None or not self._pool.can_serve(config):
             await self._close_pool()
             self._pool = NodePool(
@@ -379,14 +401,17 @@ class Head:
             self._send(messages.Starting(0, text))
 
     async def _send_code(self) -> None:
-        """Send the notebook's folder to nodes that lack it; raises CannotStart."""
+        """Send the notebook's folder to nodes that lack it; raises CannotStart if that fails."""
         reply = await self._code.distribute(self._present_nodes)
         if reply.problem:
             why = f"{reply.host} could not be sent the notebook's folder: {reply.problem}"
             raise CannotStart(reply.host, why)
 
     async def _close_pool(self) -> None:
-        """Shut all agents down; the end of a world alone leaves them for the next world."""
+        """Shut down all agents.
+
+        Not called at the end of each world, since the next world may use the same agents.
+        """
         pool, self._pool = self._pool, None
         self._node_of.clear()
         self._transfers.close()
@@ -398,7 +423,7 @@ class Head:
     async def _change(
         self, request: messages.Heal | messages.Scale | messages.Grow
     ) -> messages.Reply:
-        """Heal or resize the world; return None if no world was started."""
+        """Heal the world or change its size; return None if no world was started."""
         if (pool := self._pool) is None or (spec := pool.forming.spec) is None:
             return None
         if isinstance(request, messages.Heal):
@@ -406,18 +431,21 @@ class Head:
         else:
             healed = await self._resize(request, pool, spec)
         self._node_of = nodes_of(healed.spec)
-        # Report the hosts even if the change failed: ranks may have moved.
+        # Report the hosts even if the change has failed, because ranks may have moved.
         return replace(healed, hosts=self._hosts, rejoin_hint=pool.word_rejoin_hint())
 
     async def _heal(self, pool: NodePool, spec: WorldSpec) -> messages.Healed:
-        """Heal the world without its lost nodes; try again if further nodes are lost meanwhile."""
+        """Heal the world without its lost nodes; try again if further nodes are lost meanwhile.
+
+        Ranks of lost nodes move to other nodes. If these have no room, the world becomes smaller.
+        """
         forming = pool.forming
-        for _ in range(1 + len(pool.nodes)):  # a node may be lost in each round
+        for _ in range(1 + len(pool.nodes)):  # in each round but the last a node may be lost
             nodes = pool.present_nodes
             spec = forming.spec or spec
             size = spec.world_size
             spec, keep = without_lost_nodes(spec, pool.config, nodes)
-            with suppress(CannotStart):  # cells on the node will report what they lack
+            with suppress(CannotStart):  # heal all the same: a cell will fail if it lacks a file
                 await self._send_code()
             if not keep:
                 state = *forming.pids_and_logs(), forming.spec or spec
@@ -434,7 +462,10 @@ class Head:
     async def _resize(
         self, request: messages.Scale | messages.Grow, pool: NodePool, before: WorldSpec
     ) -> messages.Healed:
-        """Change the number of ranks to the requested number, or to use machines that joined."""
+        """Change the number of ranks, for `Scale` to the requested number.
+
+        For `Grow` use all machines that have joined.
+        """
         size, keep = before.world_size, tuple(range(before.world_size))
         try:
             if isinstance(request, messages.Scale):
@@ -447,20 +478,24 @@ class Head:
             whereabouts = pool.forming.pids_and_logs()
             return messages.Healed(*whereabouts, before, not_scaled=str(error))
         if isinstance(request, messages.Scale):
-            # Machines that join later do not change this size.
+            # Record the size that the user has requested, so that the world does not grow beyond it
+            # when machines join later.
             pool.config = pool.config.with_size(size)
             spec = with_master_address(spec, pool.present_nodes)
         return await pool.forming.scale(spec, keep)
 
 
-NODE_STATUS_TIMEOUT = 5.0  # seconds for a node to answer: longer than an agent takes
+NODE_STATUS_TIMEOUT = 5.0  # seconds for a node to answer; its agent has shorter timeouts
 
 RanksByNode = Mapping[Node, tuple[int, ...]]
-"""Nodes, with the ranks of each node that a question is about."""
+"""By node, those of its ranks that a request is about."""
 
 
 async def ask(node: Node, request: messages.RequestBody) -> Any:
-    """Return a node's answer; None if the node is lost, or silent for `NODE_STATUS_TIMEOUT`."""
+    """Return a node's answer to a request.
+
+    Return None if the node is lost, or has not answered within `NODE_STATUS_TIMEOUT`.
+    """
     try:
         return await node.ask(request, NODE_STATUS_TIMEOUT)
     except NodeLost:
@@ -470,14 +505,20 @@ async def ask(node: Node, request: messages.RequestBody) -> Any:
 async def rows_of(
     nodes: Iterable[Node], request: messages.GetStatus | messages.OfEachRank
 ) -> tuple[Any, ...]:
-    """Return the nodes' reports on their ranks, sorted by rank; silent nodes are left out."""
+    """Ask all nodes about their ranks; return the reports, sorted by rank.
+
+    Nodes that do not answer are left out.
+    """
     replies = await asyncio.gather(*(ask(node, request) for node in nodes))
     rows = (row for rows in replies for row in rows or ())
     return tuple(sorted(rows, key=lambda row: int(row.rank)))
 
 
 async def first_answer(parts: RanksByNode, consult: messages.Consult) -> Any:
-    """Ask each node; return the first answer that is not empty, or the last if all are empty."""
+    """Ask each node, and wait for all; return the first answer that is not empty.
+
+    If all answers are empty, return the last.
+    """
     requests = [ask(node, consult._replace(ranks=ranks)) for node, ranks in parts.items()]
     answer = None
     for each in asyncio.as_completed(requests):
@@ -486,7 +527,10 @@ async def first_answer(parts: RanksByNode, consult: messages.Consult) -> Any:
 
 
 def on_head_clock(outputs: messages.Outputs, offset_ns: int) -> messages.Outputs:
-    """Return the outputs with times of errors and deaths on the head's clock, to compare nodes."""
+    """Return the outputs with the times of errors and deaths converted to the head's clock.
+
+    `offset_ns` is how far the node's clock is ahead. So times of several nodes can be compared.
+    """
     return messages.Outputs(
         tuple(
             (rank, task, output._replace(time_ns=output.time_ns - offset_ns))
@@ -498,6 +542,9 @@ def on_head_clock(outputs: messages.Outputs, offset_ns: int) -> messages.Outputs
 
 
 def displayed_only(outputs: messages.Outputs) -> messages.Outputs:
-    """Return only printed and displayed output: ranks of a lost machine are already dead."""
+    """Return only printed and displayed output, from a machine that counts as lost.
+
+    Its ranks were reported as dead already, so the ends of their tasks must not be reported.
+    """
     shown = Text | Display | DisplayUpdate | Clear
     return messages.Outputs(tuple(each for each in outputs.items if isinstance(each[2], shown)))

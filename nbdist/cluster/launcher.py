@@ -1,8 +1,8 @@
-"""Launchers, which start an agent on each machine; here the launchers `ssh` and `join`.
+"""Launchers, which start an agent on each machine: their interface, and the launchers ssh and join.
 
-Launchers run in the head, which finds them among the entry points `nbdist.launchers`.  A launcher
-has `agent_command` run on each machine with the ticket on stdin; the agent then connects to the
-head by itself, and exits when its stdin is closed.
+Launchers run in the head, which finds them among the entry points `nbdist.launchers`. A launcher
+runs `agent_command` on each machine, and writes the ticket to its stdin. The agent then connects to
+the head by itself, and exits when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from nbdist.system.processes import MODULE_OPTIONS, Child
 from nbdist.system.processes import agent_command as agent_command  # used by launchers of plugins
 from nbdist.topology import Host
 
-AGENTS_ARRIVE_TIMEOUT = 60.0  # seconds for a started agent to connect: Python has to start first
-LAUNCHER_KILL_TIMEOUT = 2.0  # seconds for a process to exit after a signal
+AGENTS_ARRIVE_TIMEOUT = 60.0  # seconds for Python to start on a machine, and its agent to connect
+LAUNCHER_KILL_TIMEOUT = 2.0  # seconds for a launcher's process to exit after a signal
 
 
 class LaunchError(Exception):
@@ -39,9 +39,10 @@ class LaunchError(Exception):
 
 
 class LauncherProcess(ABC):
-    """A local process, such as `ssh`, that ends with its agents, and whose end ends its agents.
+    """A local process, such as `ssh`, that runs as long as its agents on other machines.
 
-    `command` has started the agent of `host`; `host` is "" if the process stands for several hosts.
+    If it ends, its agents exit, and if its agents exit, it ends. `command` is the command of the
+    process. `host` is the host of its agent, "" if it has agents on several hosts.
     """
 
     host = ""
@@ -52,34 +53,41 @@ class LauncherProcess(ABC):
         """Return a descriptor that becomes readable when the process has ended."""
 
     def exit_code(self) -> int | None:
-        """Return the exit code; None while the process runs, and by default."""
+        """Return the exit code of the process; None while it runs.  The default is None."""
         return None
 
     def last_lines(self) -> list[str]:
-        """Return the last lines that the process has written; by default none."""
+        """Return the last lines that the process has written.  The default is no lines."""
         return []
 
     def complaint(self) -> str:
-        """Return a line for the user on why the process has ended, or ""; by default ""."""
+        """Return a line for the user on why the process has ended.
+
+        The default is "", for an unknown reason.
+        """
         return ""
 
     @abstractmethod
     def end(self, timeout: float) -> None:
-        """Close stdin, and end a process that runs `timeout` seconds longer; called in a thread."""
+        """Close the stdin of the process, so that its agents exit; called in a thread.
+
+        The process has `timeout` seconds to exit by itself, and is ended if it does not.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Close all descriptors, after the process has ended."""
+        """Close all descriptors of this object; called after the process has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """The processes that a launcher has started, and the number of agents to wait for.
+    """The result of `Launcher.launch`: the started processes, and how many agents will connect.
 
-    `hosts` are the agents' names by node number, if they are known. The agents must connect within
-    `arrive_timeout` seconds. `invitation` is a command that the user has to run on each machine,
-    "" if the launcher starts the agents. `again` restarts the agent of a node, after the agent has
-    ended or was lost; None if that is not possible.
+    `nodes` is the number of these agents, which must connect within `arrive_timeout` seconds.
+    `hosts` are the nodes' names by number, if they are known. `invitation` is a command that the
+    user must run on each machine, "" if the launcher itself starts the agents. `again` starts the
+    agent of a node another time, after the agent has exited or was lost; None if the launcher
+    cannot do so.
     """
 
     processes: Sequence[LauncherProcess]
@@ -89,20 +97,23 @@ class Launched:
     arrive_timeout: float = AGENTS_ARRIVE_TIMEOUT
     again: Callable[[int], LauncherProcess] | None = None
     news: Callable[[], str] = str
-    """Returns a line on why missing agents have to wait, as in a queue; "" if nothing is known."""
+    """Returns a line on why agents have not started yet, such as a queue; "" if unknown."""
     close: Callable[[], object] = str
-    """Removes leftovers after all processes have ended; called in a thread."""
+    """Removes what the launcher has left, after all processes have ended; called in a thread."""
 
 
 class Launcher(Protocol):
     """Starts the agents of a world; each `NodePool` makes a new launcher."""
 
     def launch(self, config: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Start an agent on each machine, with logs in `folder`; raises LaunchError or OSError."""
+        """Start an agent on each machine; the processes' log files are in `folder`.
+
+        Raises LaunchError or OSError if an agent cannot be started.
+        """
 
 
 def find_launcher(name: str) -> Launcher:
-    """Return a new launcher of that name; raises LaunchError if its class cannot be imported."""
+    """Return a new launcher of this name; raises LaunchError if its class cannot be imported."""
     try:
         launcher = plugins.entry_points(plugins.LAUNCHERS_GROUP)[name].load()
     except (ImportError, AttributeError) as error:
@@ -111,7 +122,10 @@ def find_launcher(name: str) -> Launcher:
 
 
 class AgentCommand(Child, LauncherProcess):
-    """A local command whose agents exit when its stdin closes: `ssh`, `srun`, an interpreter."""
+    """The process of a command whose agents exit when its stdin is closed.
+
+    The command is `ssh`, `srun`, or Python itself for an agent on this machine.
+    """
 
     def __init__(
         self,
@@ -124,7 +138,7 @@ class AgentCommand(Child, LauncherProcess):
         """Start the command, and write the ticket to its stdin; OSError if it cannot start."""
         super().__init__(host, command, folder / f"{host.replace('/', '_')}.log", environ)
         assert self._process.stdin is not None
-        # If the command has ended at once, its exit code and last lines say why.
+        # A command that has exited at once is no error here: its exit code and last lines say why.
         with suppress(BrokenPipeError):
             self._process.stdin.write(ticket.to_line())
             self._process.stdin.flush()
@@ -139,19 +153,23 @@ class AgentCommand(Child, LauncherProcess):
             self._exits_within(LAUNCHER_KILL_TIMEOUT)
 
 
-SSH_CONNECT_TIMEOUT = 5  # seconds for a host to answer
+SSH_CONNECT_TIMEOUT = 5  # seconds for a host to answer ssh
 ALIVE_EVERY = 15
-"""Seconds of silence after which ssh asks the host for an answer; ssh ends after three in vain.
+"""Seconds of silence after which ssh asks the host for an answer; after three in vain ssh exits.
 
-A longer `link_timeout` is used instead: ssh must not end before the head counts a host as lost.
+If `link_timeout` is longer, ssh waits as long: it must not exit before the head counts the host as
+lost.
 """
 
 
 class SshLauncher:
-    """The launcher of `--launcher ssh`, and of `--hosts`."""
+    """Starts agents by ssh, for `--launcher ssh` and `--hosts`."""
 
     def launch(self, config: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Start an agent on each host by ssh; on this machine, which may lack sshd, directly."""
+        """Start an agent on each host by ssh.
+
+        On this machine, which may have no ssh server, start the agent directly.
+        """
         hosts = config.named_hosts
 
         def start(number: int) -> AgentCommand:
@@ -167,9 +185,9 @@ class SshLauncher:
 
 
 def is_this_machine(host: Host) -> bool:
-    """Return True if a host's name or address is this machine's; no name server is asked.
+    """Return True if a host's name or address is this machine's, without asking a name server.
 
-    A host with a user counts as another machine: ssh logs in as that user.
+    A host that is given with a user counts as another machine, because ssh logs in as this user.
     """
     name = socket.gethostname().lower()
     names = {"localhost", name, name.partition(".")[0]}
@@ -195,12 +213,13 @@ WAIT_TIMEOUT = 3600.0  # seconds for all machines to join; Stop ends the wait
 
 
 class JoinLauncher:
-    """The launcher of `--launcher join`."""
+    """Starts no agents itself, for `--launcher join`: the user runs `nbdist join` on machines."""
 
     def launch(self, config: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Write the ticket to a file for `nbdist join`; the head waits for `min_nodes` machines.
+        """Write the ticket to a file, in which `nbdist join` finds it.
 
-        The file is in the user's state folder, and is removed when the world ends.
+        The file is in the user's state folder, and is removed when the world ends. The head waits
+        for `min_nodes` machines.
         """
         drop_dead_join_keys()
         key, invitation = write_join_key(ticket), f"nbdist join {place_of(ticket)}"
@@ -227,15 +246,19 @@ _FAILURE_REASONS = {
     r"(?:exec: )?(\S+): Permission denied": "{0} cannot be executed there: {named_by}",
     r"^nbdist: (.*)": "{0}",
 }
-"""By pattern of a line of ssh, a shell, Python or nbdist: the reason that users read."""
+"""By a pattern in the output of ssh, a shell, Python or nbdist: the reason to show to the user."""
 
 
 def why_refused(host: str, lines: Sequence[str], command: str = "") -> str:
-    """Return the reason by the first of `_FAILURE_REASONS` that fits the lines; "" if none fits."""
+    """Return why a host has not started an agent, by the last `lines` of its process.
+
+    The first pattern of `_FAILURE_REASONS` that matches counts; "" if none matches.
+    """
     text = "\n".join(lines)
     for pattern, reason in _FAILURE_REASONS.items():
         if match := re.search(pattern, text, re.MULTILINE):
-            # In the command, the words of `--wrap` are before the interpreter.
+            # In the command the words of `--wrap` come before the interpreter. So find out whether
+            # the program that is missing is of `--wrap` or is the interpreter.
             *wrapper, _ = re.split(
                 r"[\s'\"]+", command.partition(f" {' '.join(MODULE_OPTIONS)} ")[0]
             )

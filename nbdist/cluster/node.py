@@ -1,6 +1,7 @@
-"""A machine of a world as the head sees it, and the placing of ranks on machines.
+"""The head's object for each machine of a world, and functions that place ranks on machines.
 
-`Node` sends requests to the machine's agent; functions place ranks and compare versions.
+`Node` sends requests to the agent of a machine. Other functions compare versions, and keep the
+notebook's folder for machines that lack it. Runs in the head.
 """
 
 from __future__ import annotations
@@ -42,20 +43,21 @@ from nbdist.wire.node_messages import (
 from nbdist.wire.spec import Versions, WorldSpec, difference
 from nbdist.words import count
 
-CLOCK_TRIES = 3  # times that a clock is read; the quickest answer is the most exact
+CLOCK_TRIES = 3  # how often a node's clock is read; the quickest answer is used
 
 T = TypeVar("T")
 
 
 class NodeLost(Exception):
-    """A node is lost, or did not answer in time; the message says which."""
+    """A node is lost, or did not answer in time; the message says which of both."""
 
 
 class Node:
     """A node of a world: sends messages and requests to its agent, and records its state.
 
-    `name` is the machine's name in messages, and `offset_ns` the nanoseconds by which its clock is
-    ahead of this machine's clock.  `lost` says how the node was lost, "" if the node is not lost.
+    `name` is the machine's name in messages. `offset_ns` is how many nanoseconds the machine's
+    clock is ahead of the head's. `lost` says how the node was lost; it is "" if the node is not
+    lost. `ranks` are the ranks on the node.
     """
 
     def __init__(
@@ -82,7 +84,10 @@ class Node:
             self._send(message)
 
     async def ask(self, request: RequestBody | PartRequest[Any], timeout: float) -> Any:
-        """Send a request, and return the reply; raises NodeLost, also after `timeout` seconds."""
+        """Send a request to the agent, and return the reply.
+
+        Raises NodeLost if the node is lost, or does not reply within `timeout` seconds.
+        """
         if self.lost:
             raise NodeLost(self.lost)
         number = next(self._request_numbers)
@@ -97,20 +102,23 @@ class Node:
             del self._pending[number]
 
     def resolve_request(self, number: int, reply: Reply) -> None:
-        """Pass a reply to the call of `ask` with this number, if the call still waits."""
+        """Pass the agent's reply to the call of `ask` that waits for it, if it still waits."""
         answer = self._pending.get(number)
         if answer is not None and not answer.done():
             answer.set_result(reply)
 
     def mark_lost(self, why: str) -> None:
-        """Record why the node was lost, if no reason is known yet; pending calls raise NodeLost."""
+        """Record that the node is lost, and why; all pending calls of `ask` raise NodeLost.
+
+        If the node is lost already, the first reason stays.
+        """
         self.lost = self.lost or why
         for answer in [*self._pending.values()]:
             if not answer.done():
                 answer.set_exception(NodeLost(self.lost))
 
     async def measure_clock(self) -> None:
-        """Set `offset_ns` from a few readings of the node's clock; raises NodeLost."""
+        """Measure `offset_ns`, by the quickest of a few readings of the clock; raises NodeLost."""
         shortest_ns, request = float("inf"), GetClock()
         for _ in range(CLOCK_TRIES):
             sent_ns, began_ns = time.time_ns(), time.monotonic_ns()
@@ -120,9 +128,10 @@ class Node:
                 shortest_ns, self.offset_ns = round_trip_ns, node_ns - sent_ns - round_trip_ns // 2
 
     async def execute(self, request: PartRequest[T]) -> T:
-        """Send the node a request, and return the reply; without a reply, `request.lost_answer`.
+        """Send the agent a request, and return the reply.
 
-        Requests that start, end or renumber ranks also change `ranks`.
+        If the node is lost or does not reply, return `request.lost_answer`. Requests that start,
+        end or renumber ranks also change `ranks`.
         """
         match request:
             case StartPart() | Form():
@@ -151,9 +160,9 @@ class NoSlots(ValueError):
 
 
 def room_of(config: WorldConfig, nodes: Sequence[Node]) -> dict[int, int]:
-    """Return by node number for how many workers the node has room.
+    """Return, by the number of a node, for how many workers the node has room.
 
-    Raises NoSlots if a node lacks a GPU that an option asks for.
+    Raises NoSlots if a node lacks GPUs that an option requests.
     """
     slots = dict(enumerate(host.slots for host in config.named_hosts))
     return {node.number: slots.get(node.number) or _room(config, node) for node in nodes}
@@ -168,7 +177,7 @@ def _room(config: WorldConfig, node: Node) -> int:
 
 
 def lack_of_room(config: WorldConfig, node: Node) -> str:
-    """Return why a node that joins a running world cannot have ranks, "" if it can."""
+    """Return why a node that joins a running world cannot have ranks; "" if it can."""
     try:
         room_of(config, [node])
     except NoSlots as error:
@@ -177,7 +186,7 @@ def lack_of_room(config: WorldConfig, node: Node) -> str:
 
 
 def _gpus(config: WorldConfig, node: Node) -> tuple[str, ...]:
-    """Return the node's GPUs that may be used; raises NoSlots if it lacks some of `--gpus`."""
+    """Return the node's GPUs that workers may use; raises NoSlots if it lacks GPUs of `--gpus`."""
     try:
         gpus = node.facts.gpus
         return topology.parse_gpus(config.gpus, gpus) if config.gpus else gpus
@@ -186,21 +195,25 @@ def _gpus(config: WorldConfig, node: Node) -> tuple[str, ...]:
 
 
 def _has_cuda(node: Node) -> bool:
-    """Return False if the node's torch is a build for CPUs alone, by its version."""
+    """Return False if the version of the node's torch says that torch is built for CPUs only."""
     return not node.facts.torch.endswith("+cpu")
 
 
 def _usable_slots(config: WorldConfig, nodes: Sequence[Node]) -> Slots:
     """Return all slots that the options allow on these nodes; raises NoSlots."""
     room = room_of(config, nodes)
-    # The room of a host beyond `per_node` is left free, as for ranks of lost nodes.
+    # Use at most `per_node` slots of each node. A node's further room stays free, for example for
+    # ranks of lost nodes.
     limit = config.per_node if isinstance(config.per_node, int) else max(room.values())
     workers = {node: min(room[node], limit) for node in sorted(room)[: config.max_nodes]}
     return tuple(free_slots(workers))
 
 
 def place_new_world(spec: WorldSpec, config: WorldConfig, nodes: Sequence[Node]) -> WorldSpec:
-    """Return `spec` with size, slots, backend and MASTER_ADDR for these nodes; raises NoSlots."""
+    """Return `spec` with the number of ranks, their slots, the backend and MASTER_ADDR.
+
+    These follow from the options and the nodes. Raises NoSlots if the nodes have too little room.
+    """
     room, free = room_of(config, nodes), _usable_slots(config, nodes)
     size = len(free) if config.workers is None else config.workers
     if size > len(free):
@@ -218,7 +231,10 @@ def place_new_world(spec: WorldSpec, config: WorldConfig, nodes: Sequence[Node])
 
 
 def _check_nccl(config: WorldConfig, nodes: Sequence[Node], ranks: Mapping[int, int]) -> None:
-    """Raise NoSlots if a node lacks GPUs or nccl for its ranks; `ranks` has their numbers."""
+    """Raise NoSlots if a node lacks GPUs or nccl for its ranks.
+
+    `ranks` has, by the number of a node, how many ranks the node has.
+    """
     for node in nodes:
         number, gpus, name = ranks.get(node.number, 0), len(_gpus(config, node)), node.facts.name
         if number and not _has_cuda(node):
@@ -237,9 +253,10 @@ def with_master_address(spec: WorldSpec, nodes: Sequence[Node]) -> WorldSpec:
 def without_lost_nodes(
     spec: WorldSpec, config: WorldConfig, nodes: Sequence[Node]
 ) -> tuple[WorldSpec, tuple[int, ...]]:
-    """Return `spec` with ranks of lost nodes moved to other nodes, and the ranks that stay.
+    """Return `spec` with the ranks of lost nodes on other nodes, and the ranks of `spec` to keep.
 
-    Without room for all moved ranks, they leave the world; if no rank stays, `spec` is as it was.
+    If the other nodes lack room for all these ranks, the ranks leave the world. If no rank would
+    stay, return `spec` unchanged and no ranks.
     """
     lost = {slot.node for slot in spec.slots} - {node.number for node in nodes}
     keep = tuple(range(spec.world_size))
@@ -255,13 +272,16 @@ def without_lost_nodes(
 
 
 def attainable_size(config: WorldConfig, nodes: Sequence[Node]) -> int:
-    """Return the number of ranks that these nodes can have, at most as many as asked for."""
+    """Return how many ranks these nodes can have, at most as many as the user has requested."""
     slots = len(_usable_slots(config, nodes))
     return slots if config.workers is None else min(slots, config.workers)
 
 
 def resized(spec: WorldSpec, size: int, keep: Sequence[int], room: Mapping[int, int]) -> WorldSpec:
-    """Return `spec` with `size` ranks: first `keep`, in this order, then new; raises NoSlots."""
+    """Return `spec` with `size` ranks: the ranks `keep` in this order, then new ranks.
+
+    Raises NoSlots if the nodes have too little `room`.
+    """
     slots = tuple(spec.slots[rank] for rank in keep)
     new = tuple(islice(free_slots(room, slots), size - len(slots)))
     if len(slots) + len(new) < size:
@@ -269,11 +289,14 @@ def resized(spec: WorldSpec, size: int, keep: Sequence[int], room: Mapping[int, 
     return replace(spec, world_size=size, slots=(*slots, *new))
 
 
-REACHED = 16  # the most machines that each machine tries to reach
+REACHED = 16  # to how many other machines each machine tries to connect, at most
 
 
 def mismatch(name: str, hello: NodeHello, here: Versions) -> str:
-    """Return how a machine's versions do not fit the notebook's, with a remedy; "" if they fit."""
+    """Return how a machine's versions differ from the notebook's, with a remedy.
+
+    The versions of nbdist, Python and torch must fit. Return "" if they do.
+    """
     facts = hello.facts
     interpreter = f"{facts.python} on {name}"
     if hello.version != __version__:
@@ -296,7 +319,7 @@ def mismatch(name: str, hello: NodeHello, here: Versions) -> str:
 
 
 def targets(nodes: Sequence[Node]) -> Mapping[int, tuple[ProbeTarget, ...]]:
-    """Return by node number the other machines that the node tries to reach."""
+    """Return, by the number of a node, the other machines to which the node tries to connect."""
     everyone = [ProbeTarget(node.name, node.facts.address, node.facts.port) for node in nodes]
     return {
         node.number: (*everyone[at + 1 :], *everyone[:at])[:REACHED]
@@ -310,14 +333,20 @@ CODE_TIMEOUT = 60.0  # seconds for a node to receive some megabytes, perhaps ove
 
 
 class KeptCode:
-    """Keeps the archive of the notebook's folder for nodes that lack the folder or join later."""
+    """Keeps the archive of the notebook's folder, to send it to nodes that lack the folder.
+
+    Nodes that join later get it, too.
+    """
 
     def __init__(self) -> None:
         self._query: GetCode | None = None
         self._parts: tuple[PutCode, ...] = ()
 
     async def store(self, request: GetCode | PutCode, nodes: Iterable[Node]) -> CodeHeld:
-        """Keep a message of the notebook; once the archive is complete, send it to the nodes."""
+        """Keep a message with a part of the archive; once all parts are there, send them to nodes.
+
+        A `GetCode` begins another archive, unless the kept archive has its digest.
+        """
         match request:
             case GetCode(digest):
                 self._query = request
@@ -332,7 +361,10 @@ class KeptCode:
         return bool(self._parts) and self._parts[-1].is_last
 
     async def distribute(self, nodes: Iterable[Node]) -> CodeHeld:
-        """Send a complete archive to nodes that lack it; return a problem, or their state."""
+        """Send the archive to nodes that lack it, if the archive is complete.
+
+        Return the first problem, or whether the nodes have the folder and share it.
+        """
         if self._query is None or not self._is_whole:
             return CodeHeld("")
         transfers = (self._send_to(node, self._query, self._parts) for node in nodes)

@@ -1,6 +1,7 @@
-"""The machines of a world, from the start of their agents until the agents exit or are lost.
+"""The machines of a world: starts agents on them, and notices when agents join, exit or are lost.
 
-Runs in the head, which keeps a `NodePool` for the next world if that can use the same machines.
+Runs in the head. The head keeps its `NodePool` for the next world, if this world can use the same
+machines.
 """
 
 from __future__ import annotations
@@ -31,16 +32,22 @@ from nbdist.words import count, word_exit
 
 log = logging.getLogger("nbdist.cluster")
 
-LAST_CALL = 1.0  # seconds after the last node joined until a start with fewer nodes than possible
+LAST_CALL = 1.0
+"""If enough nodes have joined, and no other node joins for so many seconds, the world starts."""
+
 AGAIN_INTERVAL = 5.0  # seconds between two attempts to start missing agents
 MAX_REFUSED_PAUSE = 60.0  # seconds at most until the agent of a refused node is started again
 
+# Seconds to wait for the reason why a launcher's command has ended, and between two checks.
 LAST_WORD_TIMEOUT, LAST_WORD_STEP = 3.0, 0.1
-NODE_LEAVE_TIMEOUT = 5.0  # seconds for an agent to end all that it has started, after a Shutdown
+NODE_LEAVE_TIMEOUT = 5.0  # seconds after `Shutdown` for an agent to end its processes, and exit
 
 
 class CannotStart(Exception):
-    """Agents could not be started, did not connect, or failed a check; `failure` says why."""
+    """A world cannot start: agents did not start or connect, or have failed a check.
+
+    `failure` is the message for the notebook.
+    """
 
     def __init__(
         self, host: str, why: str, command: str = "", last_lines: tuple[str, ...] = ()
@@ -50,10 +57,11 @@ class CannotStart(Exception):
 
 
 class NodePool:
-    """The nodes of a world by number, lost nodes too, and the processes of their launcher.
+    """The nodes of a world by number, also lost nodes, and the processes of their launcher.
 
-    `on_message` is called with each message of a node after its hello, `on_lost` with a node that
-    was lost, `on_joined` with a node that joins after the start, `notify` with the silent nodes.
+    The pool calls `on_message` with each message of a node after its hello. It calls `on_lost` with
+    a node that was lost, `on_joined` with a node that has joined after the start, and `notify` with
+    the names of all silent nodes.
     """
 
     def __init__(
@@ -79,7 +87,8 @@ class NodePool:
         self._background_tasks: set[asyncio.Task[None]] = set()
         self._by_identity: dict[bytes, Node] = {}
         self._failures: list[CannotStart] = []
-        # By the number of a refused node: when its agent may start again, and the seconds of pause.
+        # By the number of a refused node: when its agent may be started again, and how many seconds
+        # the last pause had.
         self._refused: dict[int, tuple[float, float]] = {}
         self._changed = asyncio.Event()
         self._has_started = self._is_closing = False
@@ -95,8 +104,8 @@ class NodePool:
     def can_serve(self, config: WorldConfig) -> bool:
         """Return True if a world of this configuration can use the present nodes.
 
-        The nodes must be enough for a start, and none may be missing if no further node can join.
-        A configuration for the same machines becomes the pool's in any case.
+        The configuration must be for the same machines, and then becomes the pool's own. The nodes
+        must be enough for a start. If no further node can join, no node may be missing.
         """
         if _machine_options(config) != self._machine_options:
             return False
@@ -106,9 +115,9 @@ class NodePool:
         )
 
     def word_rejoin_hint(self) -> str:
-        """Return a sentence on how the user can let missing nodes join.
+        """Return a sentence for the user on how missing nodes can join.
 
-        Returns "" if no node is missing, or if the head starts missing agents again.
+        Return "" if no node is missing, or if the head itself starts missing agents again.
         """
         if not self._is_short:
             return ""
@@ -127,15 +136,19 @@ class NodePool:
 
     @property
     def _is_short(self) -> bool:
-        """Whether fewer nodes are present than wanted, or without a limit than have joined."""
-        # With `--salloc` fewer nodes than possible are no reason to ask for another allocation.
+        """Whether nodes are missing: fewer are present than the user's maximum.
+
+        Without a maximum, nodes are missing if some of those that have joined are lost.
+        """
+        # With `--salloc` the maximum does not count: if Slurm has granted fewer nodes, this is no
+        # reason to ask for another allocation.
         possible = None if self.config.salloc else self.config.max_nodes
         return len(self.present_nodes) < (possible or len(self.nodes))
 
     async def fill(self, report: Callable[[str], None]) -> None:
-        """Start agents, wait for enough of them, and check them; raises CannotStart or NoSlots.
+        """Start agents, wait until enough of them have connected, and check them.
 
-        `report` is called with lines on the progress.
+        `report` is called repeatedly with a line on the progress. Raises CannotStart or NoSlots.
         """
         config = self.config
         try:
@@ -169,7 +182,7 @@ class NodePool:
         task.add_done_callback(self._background_tasks.discard)
 
     async def close(self) -> None:
-        """Shut all agents down, and end the processes that were started for them."""
+        """Shut down all agents, and end the launcher's processes."""
         self._is_closing = True
         for node in self.present_nodes:
             node.send(Shutdown())
@@ -194,7 +207,7 @@ class NodePool:
 
     async def _wait_for_nodes(self, report: Callable[[str], None]) -> None:
         launched, config = self._launched, self.config
-        # Without a number of nodes from the user, all nodes of the launcher must join (0).
+        # If the user has not allowed fewer nodes than the launcher has, all nodes must join (0).
         minimum = config.min_nodes if config.max_nodes and config.min_nodes < launched.nodes else 0
         awaited = Awaited(launched.nodes, config.workers, launched.invitation, minimum)
         deadline = asyncio.get_running_loop().time() + launched.arrive_timeout
@@ -217,7 +230,7 @@ class NodePool:
         report(awaited.text(room))
 
     def _workers_by_name(self) -> dict[str, int]:
-        """Return, by a unique name, the number of workers for which each present node has room."""
+        """Return for how many workers each present node has room, by a unique name of the node."""
         room, rooms = room_of(self.config, self.present_nodes), dict[str, int]()
         names = [node.name for node in self.present_nodes]
         for node in self.present_nodes:
@@ -226,9 +239,9 @@ class NodePool:
         return rooms
 
     async def _check_connections(self, nodes: Sequence[Node]) -> None:
-        """Let machines try to reach one another (`targets`).
+        """Let each machine try to connect to other machines, which `targets` chooses.
 
-        Raises CannotStart if a machine cannot reach another one, or does not answer.
+        Raises CannotStart if a machine cannot reach another machine, or does not answer.
         """
         targets_by_node = targets(nodes)
         checks = (_find_unreached(node, targets_by_node[node.number]) for node in nodes)
@@ -244,9 +257,10 @@ class NodePool:
                 raise CannotStart(node.name, why)
 
     async def _restart_missing_agents(self) -> None:
-        """Start agents again on hosts that have no agent, until the pool is closed.
+        """Start agents again on hosts that have none, repeatedly until the pool is closed.
 
-        The agent of a node that is refused again and again is started less and less often.
+        If a node is refused, for example because of its versions, `_pause_restarts` makes the
+        pauses between its restarts longer.
         """
         launched, loop = self._launched, asyncio.get_running_loop()
         assert launched.again is not None
@@ -294,13 +308,20 @@ class NodePool:
             self._run_in_background(self._admit_late_node(node))
 
     def _pause_restarts(self, number: int) -> None:
-        """Let the agent of a refused node start again after a pause, each time twice as long."""
+        """Allow to start the agent of a refused node again after a pause.
+
+        Each pause is twice as long as the last, at most `MAX_REFUSED_PAUSE`.
+        """
         _, last_pause = self._refused.get(number, (0.0, AGAIN_INTERVAL))
         pause = min(2 * last_pause, MAX_REFUSED_PAUSE)
         self._refused[number] = asyncio.get_running_loop().time() + pause, pause
 
     def _number_for(self, hello: NodeHello) -> int:
-        """Return a node's number: the launcher's, or the one before its loss, or an unused one."""
+        """Return the number for a node that joins.
+
+        This is the number that the launcher has given, or that the node had before it was lost. If
+        there is none, or another node has it, this is an unused number.
+        """
         number, name = hello.facts.number, hello.facts.name
         lost = {each.facts.name: each.number for each in self.nodes.values() if each.lost}
         if number < 0:
@@ -312,7 +333,11 @@ class NodePool:
     # --- nodes that are lost -------------------------------------------------------------------
 
     async def exit_reason(self) -> str:
-        """Return why the command of all agents has ended, if that is known soon, or ""."""
+        """Return why the launcher's command has ended, if one command has started all agents.
+
+        Wait up to `LAST_WORD_TIMEOUT` for the command to write the reason. Return "" if it does not
+        write one, or if each agent has its own command.
+        """
         loop = asyncio.get_running_loop()
         shared = [process for process in self._processes if not process.host]
         deadline = loop.time() + LAST_WORD_TIMEOUT
@@ -369,7 +394,10 @@ class NodePool:
 
 
 def _machine_options(config: WorldConfig) -> tuple[object, ...]:
-    """Return the options on which machines and agents depend, without the options for ranks."""
+    """Return the options on which the machines and their agents depend.
+
+    A world with equal options can use the same agents. Options for ranks are left out.
+    """
     started_by = config.launcher_name, config.named_hosts, config.salloc, config.wrap
     size, python = (config.min_nodes, config.max_nodes), (config.python, config.fork)
     return *started_by, *size, *python, config.address, config.link_timeout
@@ -381,7 +409,10 @@ async def _read_clock(node: Node) -> None:
 
 
 async def _find_unreached(node: Node, targets: Sequence[ProbeTarget]) -> str:
-    """Return which target a node cannot reach and why, or ""; raises CannotStart if it is lost."""
+    """Return which target a node cannot reach, and why; "" if it reaches all.
+
+    Raises CannotStart if the node is lost or does not answer.
+    """
     request = Reach(tuple(targets))
     try:
         return str(await node.ask(request, request.timeout))
@@ -395,9 +426,10 @@ def _first_complaint(processes: Sequence[LauncherProcess]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """The nodes for which a start waits; with an `invitation`, nodes with room for `workers`.
+    """The number of nodes for which a start waits.
 
     `invitation` is the command by which a user lets a machine join, "" if a launcher starts agents.
+    With an invitation, the nodes must also have room for all `workers`, if their number is given.
     `least` nodes are enough if no other node joins for `LAST_CALL` seconds; 0 if all must join.
     """
 
@@ -407,17 +439,23 @@ class Awaited:
     least: int = 0
 
     def can_start_without_rest(self, room: Mapping[str, int]) -> bool:
-        """Return True if the nodes in `room` are enough for a start without the missing nodes."""
+        """Return True if the world can start with the nodes in `room`, without missing nodes."""
         return 0 < self.least <= len(room) and not self.invitation
 
     def is_complete(self, room: Mapping[str, int]) -> bool:
-        """Return True if no further node is needed; `room` has the workers of nodes by name."""
+        """Return True if no further node is needed.
+
+        `room` has by the name of each node the number of workers for which it has room.
+        """
         if len(room) < self.nodes:
             return False
         return not self.invitation or self.workers is None or sum(room.values()) >= self.workers
 
     def text(self, room: Mapping[str, int]) -> str:
-        """Return `1 of 2 nodes: a (4)`, with an `invitation` also the command for missing nodes."""
+        """Return a line on the progress, such as `1 of 2 nodes: a (4)`.
+
+        With an `invitation` the line begins with this command, as long as nodes are missing.
+        """
         hosts = ", ".join(f"{name} ({number})" for name, number in room.items())
         text = f"{len(room)} of {count(self.nodes, 'node')}"
         if self.invitation and self.workers is not None:

@@ -1,8 +1,9 @@
 """The launcher of `--launcher ray`: an agent on each node that a Ray cluster reserves.
 
-Ray's library has threads and signal handlers, and ends its process with the cluster. So the head
-starts a process that talks to Ray (`python -m nbdist.cluster.ray`), the *driver* of the actors, and
-exchanges pickled messages with it.  Each agent is started by an actor of Ray.
+Ray's library has threads and signal handlers, and ends its process if the cluster ends. So the head
+does not import Ray. It starts another process, the *driver* (`python -m nbdist.cluster.ray`), and
+exchanges pickled messages with it. The driver starts an actor of Ray on each node, and each actor
+starts an agent.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from nbdist.config import WorldConfig
 from nbdist.system.processes import MODULE_OPTIONS, Child
 from nbdist.words import count
 
-PLACED_TIMEOUT = 60.0  # seconds to import Ray, and for Ray to place all actors
+PLACED_TIMEOUT = 60.0  # seconds for the driver to import Ray and start all actors
 
-RAY_LEAVE_TIMEOUT = 5.0  # seconds for the driver to disconnect from Ray
+RAY_LEAVE_TIMEOUT = 5.0  # seconds for the driver to disconnect from Ray and exit
 
 RAY_ARRIVE_TIMEOUT = 180.0
-"""Seconds for the agents to connect once they are placed.
+"""Seconds for the agents to connect, once the driver has started the actors.
 
-On each node Ray first starts an interpreter, which imports Ray; on two cores with four other busy
-processes, agents took more than 60 s to connect.
+On each node Ray first starts a Python process for the actor, which imports Ray. On two cores with
+four other busy processes, agents took more than 60 s to connect.
 """
 
 TOKEN = re.compile("authentication token", re.IGNORECASE)
@@ -47,17 +48,17 @@ TOKEN_WANTED = (
     "the Ray cluster takes only whom it knows by its token: set RAY_AUTH_MODE=token before the "
     "notebook begins, and have the token in ~/.ray/auth_token or in RAY_AUTH_TOKEN"
 )
-"""Replaces Ray's own message, which is only in Ray's log, or longer than a line."""
+"""Replaces Ray's own message about a token, which is only in Ray's log, or longer than a line."""
 
 Ended = tuple[int, int, list[str]]
 """The number of an agent that has ended, its exit code, and the last lines that it has written."""
 
 
 class RayLauncher:
-    """The launcher of `--launcher ray`."""
+    """Starts agents by Ray, for `--launcher ray`."""
 
     def launch(self, config: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Let Ray reserve nodes and place an actor on each; raises OSError if that fails."""
+        """Make Ray reserve nodes and start an agent on each; raises OSError if that fails."""
         if importlib.util.find_spec("ray") is None:
             raise OSError(f"Ray is not installed here: {sys.executable} -m pip install nbdist[ray]")
         driver = Driver(folder / "ray.log")
@@ -67,11 +68,11 @@ class RayLauncher:
 
 
 class Driver(Child):
-    """The process that talks to Ray, and the thread that reads the process's messages.
+    """The head's side of the driver process, with a thread that reads the driver's messages.
 
-    The process gets the options and the ticket, and answers with the hosts on which actors will
-    start agents, or with the reason why none will.  Then the process gets the number of each agent
-    that must end, and sends an `Ended` for each agent that has ended.
+    First the head sends the options and the ticket. The driver answers with the hosts on which
+    actors start agents, or with the reason why none does. Then the head sends the number of each
+    agent that must exit, and the driver sends an `Ended` for each agent that has ended.
     """
 
     def __init__(self, log: Path) -> None:
@@ -81,7 +82,7 @@ class Driver(Child):
         self._listener = threading.Thread(target=self._listen, name="ray", daemon=True)
 
     def place(self, config: WorldConfig, ticket: Ticket) -> Sequence[RayAgent]:
-        """Let the process place all actors, and return their agents; raises OSError if it fails."""
+        """Make the driver start all actors, and return their agents; raises OSError if it fails."""
         timer = threading.Timer(PLACED_TIMEOUT, self._process.kill)
         timer.start()
         try:
@@ -103,17 +104,17 @@ class Driver(Child):
         raise OSError(reply or slow)
 
     def end_agent(self, number: int) -> None:
-        """Let the process close the stdin of an agent, which makes the agent exit."""
+        """Make the driver close the stdin of an agent, so that the agent exits."""
         send(self._process.stdin, number)
 
     def leave(self) -> None:
-        """End the process, and with it all actors."""
+        """End the driver, and with it all actors."""
         self._end(RAY_LEAVE_TIMEOUT)
         self._listener.join(LAUNCHER_KILL_TIMEOUT)
         self.close()
 
     def close(self) -> None:
-        """Close all files, after the process has ended."""
+        """Close all files; called after the driver has exited."""
         super().close()
         assert self._process.stdout is not None
         self._process.stdout.close()
@@ -134,7 +135,10 @@ class Driver(Child):
 
 
 class RayAgent(LauncherProcess):
-    """An agent that an actor of Ray runs; `host` is the name of the node that Ray has chosen."""
+    """The head's object for an agent that an actor of Ray runs.
+
+    `host` is the name of the node that Ray has chosen.
+    """
 
     def __init__(self, driver: Driver, number: int, host: str, config: WorldConfig) -> None:
         self.host = host
@@ -145,7 +149,8 @@ class RayAgent(LauncherProcess):
         self._exit_code: int | None = None
         self._last_lines: list[str] = []
         self._has_ended = threading.Event()
-        # The reading end becomes readable when the writing end is closed.
+        # `record_end` closes the writing end of this pipe. The reading end then becomes readable,
+        # which tells the head's event loop that the agent has ended.
         self._reader, self._writer = os.pipe()
 
     def fileno(self) -> int:
@@ -158,9 +163,9 @@ class RayAgent(LauncherProcess):
         return self._last_lines
 
     def end(self, timeout: float) -> None:
-        """Close the agent's stdin, and wait at most `timeout` seconds.
+        """Close the agent's stdin, and wait at most `timeout` seconds until the agent has exited.
 
-        If the agent has not exited by then, `Driver.leave` ends it.
+        An agent that has not exited by then is ended by `Driver.leave`.
         """
         self._driver.end_agent(self._number)
         self._has_ended.wait(timeout)
@@ -169,7 +174,7 @@ class RayAgent(LauncherProcess):
         os.close(self._reader)
 
     def record_end(self, code: int, lines: list[str]) -> None:
-        """Record how the agent has ended; only the first call counts."""
+        """Record the exit code and last lines of the agent; only the first call has an effect."""
         if self._exit_code is None:
             self._exit_code, self._last_lines = code, lines
             self._has_ended.set()
@@ -177,12 +182,12 @@ class RayAgent(LauncherProcess):
 
 
 def actor_name(config: WorldConfig, number: int) -> str:
-    """Return the name of a node's actor, which Ray's dashboard shows."""
+    """Return the name of the actor on a node, which Ray's dashboard shows."""
     return f"nbdist:{config.name}/{number}"
 
 
 def read_message(stream: IO[bytes] | None) -> Any:
-    """Return the next message of the other process; None if no further message can be read."""
+    """Return the next message of the head or the driver; None if no further message comes."""
     assert stream is not None
     try:
         return pickle.load(stream)
@@ -191,7 +196,7 @@ def read_message(stream: IO[bytes] | None) -> Any:
 
 
 def send(stream: IO[bytes] | None, message: object) -> None:
-    """Send a message to the other process; drop the message if the process has ended."""
+    """Send a message to the head or the driver; drop the message if that process has exited."""
     assert stream is not None
     with suppress(OSError, ValueError):
         pickle.dump(message, stream)
@@ -200,28 +205,31 @@ def send(stream: IO[bytes] | None, message: object) -> None:
 
 # --- resources of the cluster's nodes -----------------------------------------------------------
 
-# Ray's names for resources; memory is in bytes.
+# Ray's names for resources; it counts memory in bytes.
 CPU_RESOURCE, GPU_RESOURCE, MEMORY_RESOURCE = "CPU", "GPU", "memory"
-MAX_LISTED_NODES = 6  # the most nodes whose resources an error lists
-_UNIT_BYTES = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}  # units in `--memory`
+MAX_LISTED_NODES = 6  # the most nodes whose resources a message lists
+_UNIT_BYTES = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}  # the units of the option `--memory`
 _DIGIT_RUN = re.compile(r"([0-9]+)")
 
 Bundle = Mapping[str, float]
 
 
 class RayNode(NamedTuple):
-    """A node of the cluster with all of its resources, in use or not."""
+    """A node of the Ray cluster, with all its resources, also those in use."""
 
     name: str
     resources: Bundle
 
 
 class NoRoom(ValueError):
-    """The cluster lacks requested resources; the message says which, and what the cluster has."""
+    """The Ray cluster lacks requested resources; the message has the request and the resources."""
 
 
 def bundles_of(config: WorldConfig, nodes: Sequence[RayNode]) -> list[Bundle]:
-    """Return the resources to reserve on each chosen node; raises NoRoom if there are too few."""
+    """Return the resources to reserve on each node that the world uses, as the options say.
+
+    Raises NoRoom if the nodes have too few resources.
+    """
     per_node, workers = config.per_node, config.workers
     has_gpus = any(node.resources.get(GPU_RESOURCE) for node in nodes) and config.backend != "gloo"
     one: dict[str, float] = {CPU_RESOURCE: config.cpus or 1}
@@ -229,7 +237,7 @@ def bundles_of(config: WorldConfig, nodes: Sequence[RayNode]) -> list[Bundle]:
         one[GPU_RESOURCE] = 1
     if config.memory:
         one[MEMORY_RESOURCE] = int(config.memory[:-1]) * _UNIT_BYTES[config.memory[-1]]
-    # Workers for which each node has room while no other program uses it.
+    # For how many workers each node has room if no other program uses the node.
     fits = (min(node.resources.get(n, 0) // much for n, much in one.items()) for node in nodes)
     rooms = sorted(map(int, fits), reverse=True)
     if isinstance(per_node, int):
@@ -237,9 +245,8 @@ def bundles_of(config: WorldConfig, nodes: Sequence[RayNode]) -> list[Bundle]:
         is_enough, least = len(shares) >= config.min_nodes, per_node
         needed = count(config.min_nodes, "node")
     else:
-        if (
-            GPU_RESOURCE not in one and per_node != "cpu"
-        ):  # the user chose no processor for the workers
+        # Without GPUs, put only a few workers on each node, unless the user has chosen the CPUs.
+        if GPU_RESOURCE not in one and per_node != "cpu":
             rooms = [min(room, topology.AUTO_LIMIT) for room in rooms]
         shares, least = [room for room in rooms if room], 1
         if workers is not None:
@@ -273,7 +280,7 @@ def _word_nodes(nodes: Sequence[RayNode]) -> str:
 
 
 def distinct(names: Sequence[str], addresses: Sequence[str]) -> list[str]:
-    """Return distinct names: equal names get their address appended, then if needed a number."""
+    """Make names distinct: to equal names their address is appended, and if needed a number."""
     for suffixes in (addresses, [f"{number}" for number in range(len(names))]):
         pairs = zip(names, suffixes, strict=True)
         names = [name if names.count(name) == 1 else f"{name}-{suffix}" for name, suffix in pairs]
@@ -281,24 +288,24 @@ def distinct(names: Sequence[str], addresses: Sequence[str]) -> list[str]:
 
 
 def natural_key(name: str) -> list[int | str]:
-    """Split a name at its numbers, to sort names as a person expects: node2 before node10."""
+    """Return a key to sort names as a person expects: node2 comes before node10."""
     return [int(part) if part.isdigit() else part for part in _DIGIT_RUN.split(name)]
 
 
 # --- the driver: what runs in its process -----------------------------------------------------
 
 RAY_REACH_TIMEOUT = 5.0  # seconds for the cluster's address to answer
-REACH_TRIES = ("RAY_NUM_REDIS_GET_RETRIES", "3")  # tries to reach Ray, a second apart
+REACH_TRIES = ("RAY_NUM_REDIS_GET_RETRIES", "3")  # Ray makes so many tries, a second apart
 
 PLACE_TIMEOUT = 20.0
-"""Seconds until nodes must have the wanted resources free.
+"""Seconds for the requested resources to become free.
 
 After a world has ended, its resources become free little by little, some after more than 5 s.
 """
 
 NO_RAY_REMEDY = "`ray start` makes it one, and RAY_ADDRESS names another"
 CURRENT = "ray_current_cluster"
-"""The file in Ray's folder with the address of this machine's cluster."""
+"""The file in Ray's folder in which `ray start` writes the address of this machine's cluster."""
 
 APART = """
 import os, subprocess, sys
@@ -311,16 +318,17 @@ if code < 0:
     os.kill(os.getpid(), -code)
 sys.exit(code)
 """
-# Ray kills an actor's children with the actor.  The guard above an agent must survive, to end the
-# leftovers of a killed agent: so this process stands between the actor and the guard.
+# The program of a process between an actor and the guard of its agent, which runs the guard and
+# passes on its exit code. Ray kills only an actor's own children together with the actor. The guard
+# must survive, to end the leftovers of a killed agent, so it must not be the actor's own child.
 
 
 class AgentActor:
-    """The actor that Ray places on a node, and shows in its dashboard; the actor runs the agent.
+    """The actor that Ray starts on a node, and that runs the node's agent.
 
-    Ray pickles the class with all names of this module that the class uses.  None of them may need
-    nbdist, which only the agent's interpreter must have.  If the agent ends, `run` returns; if the
-    actor ends, the agent's stdin is closed, and the agent exits.
+    Ray pickles the class, with all names of this module that the class uses. None of these may need
+    nbdist: only the interpreter of the agent must have nbdist, and not that of the actor. If the
+    agent exits, `run` returns. If the actor ends, the agent's stdin is closed, and the agent exits.
     """
 
     def __init__(self) -> None:
@@ -329,17 +337,19 @@ class AgentActor:
     def run(self, command: Sequence[str], guess: str, ticket: bytes) -> tuple[int, list[str]]:
         """Run the agent, and return its exit code and last lines.
 
-        If this node lacks the interpreter `guess`, run the actor's interpreter instead.
+        `guess` is the path of the head's interpreter, "" if the user has chosen another one. If
+        this node has no such file, the actor's interpreter runs the agent.
         """
         replacements = {guess: sys.executable} if guess and not os.path.exists(guess) else {}
-        # The node's environment, without variables that Ray has set for its actors.
+        # Give the agent the environment of the node, without variables that Ray has set for actors.
         ray_names = {"SPT_NOENV", "PYTHONBREAKPOINT", "OMP_NUM_THREADS"}
         environ = {
             name: value
             for name, value in os.environ.items()
             if name not in ray_names and (name == "RAY_ADDRESS" or not name.startswith("RAY_"))
         }
-        old_mask = signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT: unblock all
+        # Unblock all signals for the agent, which inherits the mask: Ray blocks SIGINT in actors.
+        old_mask = signal.pthread_sigmask(signal.SIG_SETMASK, ())
         wrapper = [sys.executable, "-I", "-S", "-c", APART]
         try:
             self._child = subprocess.Popen(
@@ -363,15 +373,18 @@ class AgentActor:
         return self._child.returncode, [*last_lines]
 
     def end(self) -> None:
-        """Close the agent's stdin, which makes the agent exit."""
+        """Close the agent's stdin, so that the agent exits."""
         if self._child is not None:
             with suppress(BrokenPipeError):
                 self._child.stdin.close()
 
 
 def drive() -> None:
-    """Place actors as the head requests, and serve the head until stdin is closed."""
-    # Ray's prints must not reach the head: they go to stderr.
+    """Start actors as the head requests, and serve the head until stdin is closed.
+
+    This is the main function of the driver's process.
+    """
+    # Let stdout be stderr, a log file, for what Ray prints. Only messages go to the head.
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     config, ticket = read_message(sys.stdin.buffer)
@@ -384,11 +397,11 @@ def drive() -> None:
     from ray.exceptions import RayError
 
     try:
-        # With "auto", unlike an address, Ray finds the token of this machine's cluster.
+        # Pass "auto" and not the address: only then Ray finds the token of this machine's cluster.
         ray.init(address=address, log_to_driver=False, logging_level="WARNING")
         bundles, names = reserve_nodes(config)
     except (NoRoom, OSError, RuntimeError, ValueError, RayError) as error:
-        # Ray names a missing token only in the error's cause.
+        # Add the error's cause, in which Ray says that a token is missing.
         send(output, " ".join(f"{error} {error.__cause__ or ''}".split()))
         return
     agents = start(config, ticket, bundles)
@@ -397,13 +410,16 @@ def drive() -> None:
 
 
 def word_no_cluster(requested: str) -> str:
-    """Return why no cluster can be reached, or "" if one may be; quicker than Ray's own check."""
+    """Return why no Ray cluster can be reached at the requested address.
+
+    Return "" if a cluster may be reached. This check is quicker than Ray's own.
+    """
     address = current_cluster() if requested == "auto" else requested
     if not address:
         return f"this machine is no node of a Ray cluster; {NO_RAY_REMEDY}"
     host, _, port = address.rpartition("://")[2].rpartition(":")
     try:
-        if port.isdigit():  # Ray would try for a minute
+        if port.isdigit():  # if nothing listens there, Ray itself would try for a minute
             socket.create_connection((host.strip("[]"), int(port)), RAY_REACH_TIMEOUT).close()
     except OSError as error:
         return f"no Ray cluster answers at {address}: {error.strerror or error}; {NO_RAY_REMEDY}"
@@ -411,7 +427,10 @@ def word_no_cluster(requested: str) -> str:
 
 
 def current_cluster() -> str:
-    """Return the address that `ray start` has written on this machine; "" if there is no file."""
+    """Return the address of this machine's Ray cluster, from a file that `ray start` writes.
+
+    Return "" if there is no file.
+    """
     try:
         return Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", CURRENT).read_text().strip()
     except OSError:
@@ -423,7 +442,10 @@ Reserved = tuple[Any, int, Bundle]
 
 
 def reserve_nodes(config: WorldConfig) -> tuple[list[Reserved], list[str]]:
-    """Reserve resources on nodes; return them and the nodes' names, both by name; raises NoRoom."""
+    """Reserve resources on nodes; return the reservations and the nodes' names.
+
+    Both lists are sorted by the names of the nodes. Raises NoRoom.
+    """
     import ray
     from ray.util.placement_group import placement_group, placement_group_table
 
@@ -444,7 +466,7 @@ def reserve_nodes(config: WorldConfig) -> tuple[list[Reserved], list[str]]:
 
 
 def word_busy(bundles: Sequence[Bundle], free: Bundle, total: Bundle) -> str:
-    """Return a message that other programs use the resources, with the resources that are free."""
+    """Return a message that too few resources are free, with the resources that are free."""
     nodes = f"{count(len(bundles), 'node')} with {word_bundle(bundles[0])}"
     return (
         f"{nodes} each: the cluster has that, but it was not free within {PLACE_TIMEOUT:.0f} s; "
@@ -453,7 +475,7 @@ def word_busy(bundles: Sequence[Bundle], free: Bundle, total: Bundle) -> str:
 
 
 def start(config: WorldConfig, ticket: bytes, places: Sequence[Reserved]) -> list[tuple[Any, Any]]:
-    """Start the actors, which run agents; return each with Ray's reference to its result."""
+    """Start the actors, which run the agents; return each with Ray's reference to its result."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -478,7 +500,11 @@ def start(config: WorldConfig, ticket: bytes, places: Sequence[Reserved]) -> lis
 
 
 def serve(agents: Sequence[tuple[Any, Any]], output: IO[bytes]) -> None:
-    """Report agents that end, from a thread of Ray; end the agents whose numbers the head sends."""
+    """Serve the head until stdin is closed.
+
+    Report each agent that has ended, from a thread of Ray. End each agent whose number the head
+    sends.
+    """
     for number, (_, result) in enumerate(agents):
         result.future().add_done_callback(lambda end, at=number: send(output, agent_end(at, end)))
     while (number := read_message(sys.stdin.buffer)) is not None:
@@ -486,7 +512,7 @@ def serve(agents: Sequence[tuple[Any, Any]], output: IO[bytes]) -> None:
 
 
 def agent_end(number: int, result: Future[tuple[int, list[str]]]) -> Ended:
-    """Return how an agent has ended; if its actor was lost, with Ray's message."""
+    """Return the `Ended` message for an agent; if its actor was lost, with Ray's error message."""
     error = result.exception()
     if error is None:
         return number, *result.result()

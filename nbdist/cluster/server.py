@@ -1,7 +1,8 @@
 """The head's server for agents of other machines: one port that accepts only this world's keys.
 
-libzmq's own threads send an agent's heartbeats, so a busy agent does not look dead; Linux knows
-when the last byte has come.  libzmq's monitor reports connections that were refused.
+The server asks Linux when the last byte of each agent has come, to find agents that are lost. A
+busy agent does not look lost, because libzmq's own threads answer for it. The head makes a
+`NodeServer` for each `NodePool`.
 """
 
 from __future__ import annotations
@@ -37,21 +38,25 @@ from nbdist.wire.transfer import Frame, FrameKind, Mismatch, Numbered
 
 log = logging.getLogger("nbdist.cluster")
 
-ROUNDS = 5  # rounds of the event loop until nothing waits for closed sockets
-LINGER = 500  # milliseconds for the last messages to reach agents
-SILENT_AFTER = 2.5  # seconds of silence until the notebook is told, at most half `link_timeout`
+ROUNDS = 5  # rounds of the event loop until it no longer watches the closed sockets
+LINGER = 500  # milliseconds for the last messages to reach agents after `close`
+SILENT_AFTER = 2.5  # seconds of silence after which an agent is reported, or half `link_timeout`
 
 TCP_INFO, LAST_RECEIVED = 11, struct.Struct("=52xI")
-"""`tcpi_last_data_recv` of tcp_info (linux/tcp.h): milliseconds since the last byte."""
+"""The option for getsockopt, and the struct that it fills (tcp_info in linux/tcp.h).
+
+The field is `tcpi_last_data_recv`, the milliseconds since the last byte has come.
+"""
 
 
 @dataclass(slots=True)
 class _Line:
     """The link to an agent: the numbered messages, and the descriptor of the connection.
 
-    The descriptor belongs to libzmq; another connection may get it once this connection is closed.
-    `lost_for` counts the seconds since the connection's loss, None before.  Pauses of this process
-    do not count: just after a pause it has not yet read which agents have reconnected.
+    The descriptor belongs to libzmq. Once the connection is closed, another connection may get the
+    same descriptor. `lost_for` counts the seconds since the connection was lost; it is None before.
+    Pauses of this process do not count: just after a pause, the head has not yet read which agents
+    have reconnected.
     """
 
     numbered: Numbered = field(default_factory=Numbered)
@@ -66,7 +71,10 @@ class _Line:
             self._peer = connection.getpeername()
 
     def silent_seconds(self) -> float:
-        """Return the seconds since the last byte, or since the loss of the link; 0.0 if unknown."""
+        """Return the seconds since the agent's last byte, or since the connection was lost.
+
+        Return 0.0 if the time is unknown.
+        """
         if self.lost_for is not None:
             return self.lost_for
         with suppress(OSError), socket.socket(fileno=os.dup(self._fd)) as connection:
@@ -77,10 +85,12 @@ class _Line:
 
 
 class NodeServer:
-    """The head's side of the links to all agents.  An agent that reconnects keeps its identity.
+    """The head's side of the links to all agents of a world.
 
-    `on_message` is called with each message of an agent, `on_lost` with an agent that has ended or
-    counts as lost, and `on_silent` repeatedly with all silent agents, at last with none.
+    An agent is known by its identity, which it keeps if it reconnects. The server calls
+    `on_message` with each message of an agent, and `on_lost` with an agent that has ended or counts
+    as lost. It calls `on_silent` repeatedly with all silent agents, and once with none when no
+    agent is silent any more.
     """
 
     def __init__(
@@ -92,8 +102,8 @@ class NodeServer:
         self.port = 0
         self.link_timeout = LINK_TIMEOUT
         self.refused = 0
-        """How many connections were refused, for wrong keys or another protocol."""
-        self.unreadable = 0  # unreadable messages over connections with the right keys
+        """How many connections libzmq has refused, because of wrong keys or another protocol."""
+        self.unreadable = 0  # how many messages with the right keys could not be read
         self._on_message = on_message
         self._on_lost = on_lost
         self._on_silent = on_silent
@@ -112,7 +122,7 @@ class NodeServer:
         return f"<NodeServer port {self.port}, {len(self._lines)} agents, {self.refused} refused>"
 
     def open(self, *addresses: str, link_timeout: float = LINK_TIMEOUT) -> None:
-        """Listen at the given addresses, by default at all, on a port that Linux chooses."""
+        """Listen on a free port, at the given addresses of this machine, by default at all."""
         self.link_timeout = link_timeout
         listen_with(self._socket, self._keys, link_timeout)
         self._monitor = self._socket.get_monitor_socket(
@@ -135,7 +145,7 @@ class NodeServer:
             task.add_done_callback(_report_fault)
 
     def ticket(self, addresses: tuple[str, ...], *, fork: bool) -> Ticket:
-        """Return the ticket with which an agent connects."""
+        """Return the ticket for this world's agents, with these addresses of the head."""
         keys = self._keys.public, self._agents_keys
         return Ticket(addresses, self.port, *keys, fork, self.link_timeout)
 
@@ -153,8 +163,8 @@ class NodeServer:
             self._socket.disable_monitor()
             self._monitor.close(0)
             self._auth.stop()
-        # The cancelled tasks remove the sockets' descriptors from the loop only in its next rounds.
-        # Without this pause, the next server's sockets could have the same descriptors by then.
+        # The loop stops watching the descriptors of the cancelled tasks only in its next rounds.
+        # Wait for this: afterwards the next server's sockets may get the same descriptors.
         for _ in range(ROUNDS):
             await asyncio.sleep(0)
         self._socket.close()
@@ -162,7 +172,7 @@ class NodeServer:
 
     def _send_frames(self, identity: bytes, frames: Sequence[Frame]) -> None:
         sent: Any = self._socket.send_multipart([identity, *frames], zmq.DONTWAIT, copy=False)
-        # The future is done at once: without a high-water mark nothing has to wait.
+        # The future is done at once: the socket's queue has no limit, so sending never waits.
         if sent.done() and isinstance(sent.exception(), zmq.ZMQError):
             line = self._lines.get(identity)
             if line is not None and line.lost_for is None:
@@ -185,7 +195,7 @@ class NodeServer:
         header, *data = [each.buffer for each in frames] or [memoryview(b"")]
         try:
             kind = line.numbered.read_header(bytes(header))
-        except BadFrame as error:  # later messages of a known agent are still read
+        except BadFrame as error:  # only drop the message: an agent may send further ones
             self._count_unreadable(error)
             return
         except Mismatch:
@@ -197,7 +207,7 @@ class NodeServer:
                     message = node_message_from(*data)
                 except BadFrame as error:
                     self._count_unreadable(error)
-                    # The agent's next messages may depend on the lost message: end the agent.
+                    # End the agent, because its next messages may depend on the unreadable one.
                     self._send_frames(identity, [line.numbered.bare_header(FrameKind.ENDED)])
                     if self._lines.pop(identity, None):
                         self._on_lost(identity)
@@ -218,7 +228,10 @@ class NodeServer:
             log.warning("dropped an unreadable message, %d by now: %s", self.unreadable, error)
 
     async def _send_heartbeats(self) -> None:
-        """Send heartbeats, and find lost agents: libzmq reports a loss only to a sender."""
+        """Send a heartbeat to each agent twice a second, and find silent and lost agents.
+
+        The heartbeats are needed because libzmq reports a lost connection only when the head sends.
+        """
         silent: set[bytes] = set()
         while True:
             await asyncio.sleep(BEAT_INTERVAL)
@@ -246,21 +259,25 @@ class NodeServer:
 
 
 def _report_fault(task: asyncio.Task[None]) -> None:
-    """Pass the error of a failed task to the loop's handler, which ends the head."""
+    """Pass the error of a failed task to the event loop's handler, which ends the head."""
     if not task.cancelled() and (error := task.exception()) is not None:
         context = {"message": "the link to the agents has failed", "exception": error}
         task.get_loop().call_exception_handler(context)
 
 
 OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-"""Addresses that no machine has (RFC 5737, RFC 3849); nothing is sent to them."""
+"""Addresses in other networks, for `_outgoing_address`; nothing is sent to them.
+
+No machine has these addresses (RFC 5737, RFC 3849).
+"""
 
 
 def addresses(preferred: str | None) -> tuple[str, ...]:
     """Return addresses at which other machines may reach this machine, the likeliest first.
 
-    `preferred` is an address, which is then the only one, or an interface.  The likeliest is the
-    address from which packets leave for other networks: others may be bridges of containers.
+    The likeliest address is that from which packets leave for other networks; others may belong to
+    bridges of containers. If `preferred` is an interface, return only its addresses. If it is
+    anything else, it counts as the only address.
     """
     interfaces = psutil.net_if_addrs()
     if preferred and preferred not in interfaces:
@@ -278,21 +295,24 @@ def addresses(preferred: str | None) -> tuple[str, ...]:
 
 
 def listen_addresses(preferred: str | None) -> tuple[str, ...]:
-    """Return the `preferred` addresses if this machine has all of them, or (), to listen at all."""
+    """Return the addresses at which to listen: those of the address or interface `preferred`.
+
+    Return (), to listen at all addresses, if none is preferred or this machine lacks one of them.
+    """
     local = addresses(preferred) if preferred else ()
     return local if own_addresses().issuperset(local) else ()
 
 
 def _outgoing_address(family: socket.AddressFamily, outside: str) -> str:
-    """Return this machine's address for packets to `outside`; "" if it has no route."""
+    """Return the address of this machine from which packets go to `outside`; "" without a route."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((outside, 9))  # only looks up the route: UDP sends nothing here
+            probe.connect((outside, 9))  # looks up the route; a UDP socket sends nothing for this
         except OSError:
             return ""
         return str(probe.getsockname()[0])
 
 
 def _is_local(address: str) -> bool:
-    """Return True for a loopback address, and for a link-local one, which needs an interface."""
+    """Return True for a loopback or link-local address, which other networks cannot reach."""
     return address.startswith(("127.", "169.254.", "fe80:")) or address == "::1"

@@ -1,9 +1,10 @@
-"""The launcher of `--launcher slurm`: one agent on each node of an allocation, by one `srun`.
+"""The launcher of `--launcher slurm`: one `srun` starts an agent on each node of an allocation.
 
-The allocation is that of SLURM_JOB_ID, or with `--salloc` a new one that ends with the world.  A
-process of its own, `python -m nbdist.cluster.slurm SALLOC ...`, runs `salloc` and cancels the job
-at the end.  Without this process, a job would outlive a killed `salloc`, or wait in the queue
-after a killed head.  Ranks are no tasks of Slurm, because Slurm cannot restart a single task.
+The head uses the allocation in which the notebook runs (SLURM_JOB_ID), or with `--salloc` a new
+allocation that ends with the world. For a new allocation it starts another process, `python -m
+nbdist.cluster.slurm SALLOC ...`, which runs `salloc` and cancels the job at the end. Without this
+process a job would go on if `salloc` was killed, or stay in the queue if the head was killed. Ranks
+are no tasks of Slurm, because Slurm cannot restart a single task.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from nbdist.config import WorldConfig
 from nbdist.system.processes import LEFT_BEHIND, MODULE_OPTIONS, find_leftovers
 from nbdist.words import count, one_line, word_exit
 
-SLURM_QUERY_TIMEOUT = 10.0  # seconds for Slurm's controller to answer a question on an allocation
+SLURM_QUERY_TIMEOUT = 10.0  # seconds for Slurm's controller to answer about an allocation
 QUEUE_TIMEOUT = 86_000.0  # seconds that an allocation may wait in Slurm's queue; Stop ends the wait
 
 OF_ALLOCATION = (
@@ -38,16 +39,23 @@ OF_ALLOCATION = (
     *("SLURM_CPUS_PER_TASK", "SLURM_CPUS_PER_GPU", "SLURM_GPUS_PER_TASK", "SLURM_DISTRIBUTION"),
     *("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE", "SLURM_THREADS_PER_CORE"),
 )
-"""Variables on tasks, processors and memory that `salloc` sets for the command it runs."""
+"""Variables on tasks, processors and memory, which `salloc` sets for the command that it runs.
+
+They are unset, because `srun` would take them as options.
+"""
 
 OF_TASK = (
     *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
     *("SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_NUM_TASKS"),
     *("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEPID", "SLURM_STEP_ID", "SLURM_GTIDS"),
 )
-"""Variables that would tell a library in a worker, such as Lightning, that the node is its rank."""
+"""Variables of the agent's task of Slurm, which are unset.
 
-# The agent gets its number as an argument: the first node runs the first task.
+A library in a worker, such as Lightning, would take the number of the node for the worker's rank.
+"""
+
+# The shell command of each task, which passes the number of the node to the agent: the first node
+# runs the first task.
 NUMBERED = f'number=$SLURM_PROCID; unset {" ".join(OF_TASK)}; exec "$@" --node "$number"'
 CLUSTERS = "SALLOC_CLUSTERS"
 
@@ -72,14 +80,17 @@ class SlurmJob:
     number: str
     state: str
     nodes: int
-    names: str  # of the nodes, as Slurm shortens them: `node[1-4]`
+    names: str  # the nodes' names, as Slurm shortens them: `node[1-4]`
 
 
 class SlurmLauncher:
-    """The launcher of `--launcher slurm`."""
+    """Starts agents by Slurm, for `--launcher slurm`."""
 
     def launch(self, config: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Start agents in the present allocation, or a new one; raises LaunchError or OSError."""
+        """Start agents in the notebook's allocation, or with `--salloc` in a new allocation.
+
+        Raises LaunchError or OSError if that fails.
+        """
         needed = ("salloc", "srun") if config.salloc else ("scontrol", "srun")
         if missing := [name for name in needed if shutil.which(name) is None]:
             raise LaunchError(
@@ -100,7 +111,10 @@ class SlurmLauncher:
 
 
 class SlurmCommand(AgentCommand):
-    """An `srun`, or a command that runs `srun`; messages name the `allocation`."""
+    """The process of an `srun`, or of a command that runs `srun`.
+
+    `allocation` names the allocation in messages.
+    """
 
     allocation = ""
 
@@ -109,7 +123,7 @@ class SlurmCommand(AgentCommand):
 
 
 class Allocation(SlurmCommand):
-    """The process that runs `salloc`, and ends the job of the allocation."""
+    """The process that runs `salloc`, and cancels the job at the end (`own_allocation`)."""
 
     def __init__(self, config: WorldConfig, ticket: Ticket, folder: Path) -> None:
         command = salloc_command(config)
@@ -118,8 +132,12 @@ class Allocation(SlurmCommand):
         self.allocation, self.command = f"`--salloc {config.salloc}`", shlex.join(command)
 
     def end(self, timeout: float) -> None:
-        """End the job; report on stderr, the head's log, what Slurm has not ended."""
-        super().end(timeout + 2 * CANCEL_TIMEOUT)  # a last scancel may begin just before the end
+        """End the process, which cancels the job.
+
+        If the job may still run, report it on stderr, which is the head's log.
+        """
+        # A last `scancel` may begin just before `CANCEL_TIMEOUT` is over: wait for its end, too.
+        super().end(timeout + 2 * CANCEL_TIMEOUT)
         if remaining := find_leftovers(self.last_lines()):
             sys.stderr.write(f"{LEFT_BEHIND}{remaining}\n")
 
@@ -133,7 +151,7 @@ def srun_command(job: str, nodes: int, config: WorldConfig) -> list[str]:
 
 
 def salloc_command(config: WorldConfig) -> list[str]:
-    """Return the command that waits for an allocation, and starts its agents."""
+    """Return the command that waits for a new allocation, and starts an agent on each node."""
     minimum, maximum = requested_nodes(config)
     nodes = f"--nodes={minimum}" if minimum == maximum else f"--nodes={minimum}-{maximum}"
     unset = [word for name in OF_ALLOCATION for word in ("-u", name)]
@@ -145,7 +163,7 @@ def salloc_command(config: WorldConfig) -> list[str]:
 
 
 def _step(config: WorldConfig) -> list[str]:
-    """Return srun's arguments for a step that runs an agent on each node."""
+    """Return the arguments with which `srun` starts an agent on each node."""
     memory = _memory(config) or "0"
     return [
         *("--ntasks-per-node=1", "--overlap", "--kill-on-bad-exit=0", "--wait=0"),
@@ -156,11 +174,11 @@ def _step(config: WorldConfig) -> list[str]:
 
 
 def _resources(config: WorldConfig) -> list[str]:
-    """Return salloc's options for `--cpus` and `--memory`, which count for each worker."""
+    """Return salloc's options for nbdist's `--cpus` and `--memory`, which count for each worker."""
     per_node, options = config.per_node, []
     minimum, maximum = requested_nodes(config)
     if isinstance(per_node, int) and minimum < maximum:
-        # With a number of tasks, Slurm would grant only the nodes that the tasks need.
+        # Give no number of tasks: Slurm would grant only as many nodes as the tasks need.
         options.append(f"--mincpus={per_node * (config.cpus or 1)}")
     elif isinstance(per_node, int):
         options.append(f"--ntasks-per-node={per_node}")
@@ -174,7 +192,10 @@ def _resources(config: WorldConfig) -> list[str]:
 
 
 def _memory(config: WorldConfig) -> str:
-    """Return the memory of all workers of a node; "" without `--memory` or a number of workers."""
+    """Return the memory of all workers of a node together.
+
+    Return "" without `--memory`, or if the number of workers is not known.
+    """
     per_node = config.per_node
     if config.memory is None or not isinstance(per_node, int):
         return ""
@@ -195,7 +216,10 @@ def _split(text: str) -> list[str]:
 
 
 def requested_nodes(config: WorldConfig) -> tuple[int, int]:
-    """Return the least and largest number of nodes of a new allocation, by `-j` or salloc's -N."""
+    """Return the least and the largest number of nodes of a new allocation.
+
+    They are given by the option -N of salloc, or else by `-j`.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("-N", "--nodes", default="")
     try:
@@ -218,9 +242,9 @@ def requested_nodes(config: WorldConfig) -> tuple[int, int]:
 
 
 def find_job(environ: Mapping[str, str]) -> SlurmJob:
-    """Return the allocation of this process; raises LaunchError if none is running.
+    """Return the allocation in which this process runs.
 
-    Raises OSError if Slurm does not answer.
+    Raises LaunchError if there is none or it has ended, and OSError if Slurm does not answer.
     """
     number = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
     if not number:
@@ -247,14 +271,14 @@ def find_job(environ: Mapping[str, str]) -> SlurmJob:
 
 
 def read_job(number: str, text: str) -> SlurmJob:
-    """Return an allocation, by its number and the output of `scontrol show --oneliner job`."""
+    """Parse the output of `scontrol show --oneliner job` for the allocation with this number."""
     fields = dict(word.partition("=")[::2] for word in text.split())
     nodes = fields.get("NumNodes", "0").partition("-")[0]
     return SlurmJob(number, fields.get("JobState", ""), int(nodes), fields.get("NodeList", ""))
 
 
 def nodes_of(job: SlurmJob, config: WorldConfig) -> int:
-    """Return the number of agents for an allocation; LaunchError if it has too few nodes."""
+    """Return how many agents to start in an allocation; LaunchError if it has too few nodes."""
     if job.nodes < config.min_nodes:
         raise LaunchError(
             f"allocation {job.number} has {count(job.nodes, 'node')} ({job.names}), and "
@@ -264,7 +288,10 @@ def nodes_of(job: SlurmJob, config: WorldConfig) -> int:
 
 
 def word_complaint(name: str, lines: Sequence[str]) -> str:
-    """Return why an allocation or step has ended or was refused; "" if no line says."""
+    """Return why Slurm has ended or refused an allocation, by the `lines` of srun or salloc.
+
+    `name` names the allocation in the message. Return "" if no line gives a reason.
+    """
     if owner_messages := [match[1] for line in lines if (match := _SALLOC_LINE.fullmatch(line))]:
         return f"{name}: {owner_messages[0]}"
     reasons = [line for line in lines if _REASON.match(line) and not _NOT_SLURMS.search(line)]
@@ -276,7 +303,10 @@ def word_complaint(name: str, lines: Sequence[str]) -> str:
 
 
 def word_queue(lines: Sequence[str]) -> str:
-    """Return a line on the job that waits in Slurm's queue, and why; "" if none waits."""
+    """Return a line on the job that waits in Slurm's queue, and why it waits; "" if none waits.
+
+    `lines` are from the log of `own_allocation`.
+    """
     text = "\n".join(lines)
     numbers = _JOB_NUMBER.findall(text) if GRANTED not in text else []
     reason = next((line for line in reversed(lines) if line.startswith(REASON)), REASON)
@@ -289,7 +319,7 @@ def word_queue(lines: Sequence[str]) -> str:
 JOB_END_TIMEOUT = 3.0  # seconds for agents to exit, and for salloc to release its allocation
 CANCEL_TIMEOUT, CANCEL_STEP = 4.0, 0.1  # seconds for Slurm to end a job, and between two checks
 
-# Seconds between two questions why a job waits: each pause is twice the last.
+# Seconds between two calls of squeue that ask why a job waits. Each pause is twice the last.
 MIN_QUEUE_PAUSE, MAX_QUEUE_PAUSE = 1.0, 30.0
 
 LONGEST_LOG = 1 << 20
@@ -297,52 +327,54 @@ LONGEST_LOG = 1 << 20
 CARRIED = frozenset(
     ("PATH", "LD_LIBRARY_PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ")
 )
-"""Variables of the head's machine that agents on nodes get, besides `OF_SLURM`."""
+"""Variables of the head that Slurm's commands pass on to the agents, besides `OF_SLURM`."""
 
 OF_SLURM = frozenset(("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CLUSTER_NAME", "SLURM_JWT"))
-"""Variables that Slurm's commands need.
+"""Variables of Slurm that its commands need.
 
-Other variables of an allocation or a step also ask for tasks, memory or nodes: with such variables
-`srun` could start too many agents.
+Other variables of Slurm are not passed on, since `srun` takes many of them as options: it could
+start too many agents.
 """
 
 GRANTED = "Granted job allocation"
 REASON, NO_REASON = "nbdist: the queue: ", "None"
-"""The beginning of a log line on why a job waits, and squeue's reason while there is none."""
+"""The beginning of a log line on why a job waits, and squeue's word for no reason."""
 _JOB_NUMBER = re.compile(r"(?:Granted|Pending) job allocation ([0-9]+)")
 _FINAL_JOB_STATES = frozenset(("", "COMPLETING"))
 _FORGOTTEN = "Invalid job id"
 
 
 def step_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that Slurm's commands get and pass on: `CARRIED` and `OF_SLURM`."""
+    """Return the variables for Slurm's commands, which pass them on: `CARRIED` and `OF_SLURM`."""
     return {name: value for name, value in environ.items() if name in CARRIED | OF_SLURM}
 
 
 def salloc_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for salloc: `step_environ`, and the user's defaults for options."""
+    """Return the variables for salloc: `step_environ`, and the user's own variables SALLOC_*."""
     salloc_defaults = {name: value for name, value in environ.items() if name.startswith("SALLOC_")}
-    salloc_defaults.pop("SALLOC_NO_SHELL", None)  # with this variable salloc would run no agents
+    salloc_defaults.pop("SALLOC_NO_SHELL", None)  # with this variable salloc runs no command
     return step_environ(environ) | salloc_defaults
 
 
 def own_allocation() -> None:
-    """Run salloc until salloc ends or stdin closes; cancel the job, or report that it may run on.
+    """Run salloc until salloc exits or stdin is closed, then cancel the job.
 
-    stderr is a log file, from which this process reads the job's number.
+    This is the main function of `python -m nbdist.cluster.slurm`. stderr is a log file, from which
+    this process reads the number of the job. If the job may still run at the end, a line says so.
     """
     salloc = subprocess.Popen(sys.argv[1:], env=salloc_environ(os.environ))
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the sender of SIGTERM has closed stdin before
+    # Ignore SIGTERM: its sender has closed stdin before, and this process ends by itself.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     poller = select.poll()
     poller.register(os.pidfd_open(salloc.pid), select.POLLIN)
-    poller.register(0, 0)  # with no event asked for, only the end of the pipe is reported
+    poller.register(0, 0)  # with no events requested, `poll` reports only that the pipe was closed
     _wait_for_end(poller)
     salloc.poll()
     log_text = os.pread(2, LONGEST_LOG, 0).decode(errors="replace")
     number = numbers[-1] if (numbers := _JOB_NUMBER.findall(log_text)) else ""
     if salloc.returncode is None:
         if GRANTED not in log_text:
-            salloc.terminate()  # in the queue salloc does not read stdin
+            salloc.terminate()  # while its job is in the queue, salloc does not notice closed stdin
         with suppress(subprocess.TimeoutExpired):
             salloc.wait(JOB_END_TIMEOUT)
     elif salloc.returncode < 0:
@@ -358,7 +390,10 @@ def own_allocation() -> None:
 
 
 def _wait_for_end(poller: select.poll) -> None:
-    """Wait until salloc or stdin ends; log why the job waits, whenever the reason changes."""
+    """Wait until salloc exits or stdin is closed.
+
+    While the job waits in Slurm's queue, write the reason to the log whenever it changes.
+    """
     logged, pause = "", MIN_QUEUE_PAUSE
     while not poller.poll(pause * 1000):
         log_text = os.pread(2, LONGEST_LOG, 0).decode(errors="replace")
@@ -373,7 +408,10 @@ def _wait_for_end(poller: select.poll) -> None:
 
 
 def cancel(number: str) -> str:
-    """Cancel a job; return a message if it may still run, "" once it has ended or is ending."""
+    """Cancel a job, and wait until it has ended or is ending.
+
+    Return "" then, or a message that the job may still run, if Slurm takes too long.
+    """
     deadline = time.monotonic() + CANCEL_TIMEOUT
     while (state := _squeue(number, "%T")) not in _FINAL_JOB_STATES:
         with suppress(OSError):
@@ -385,7 +423,11 @@ def cancel(number: str) -> str:
 
 
 def _squeue(number: str, form: str) -> str:
-    """Return squeue's answer on a job, or the error; "" once Slurm has forgotten the job."""
+    """Ask squeue for a field of a job; return its answer or error.
+
+    `form` is a format of squeue, such as "%T" for the state. Return "" once Slurm has forgotten the
+    job.
+    """
     command = ("squeue", "--noheader", f"--format={form}", f"--jobs={number}")
     try:
         return one_line(ask(*command, timeout=CANCEL_TIMEOUT / 2))
@@ -394,7 +436,7 @@ def _squeue(number: str, form: str) -> str:
 
 
 def ask(*command: str, timeout: float) -> str:
-    """Return the output of a command of Slurm; raises OSError if it fails or takes too long."""
+    """Run a command of Slurm and return its output; OSError if it fails or takes too long."""
     try:
         done = subprocess.run(
             command,

@@ -1,7 +1,8 @@
-"""How a machine joins a world: the ticket by which an agent connects, and `nbdist join`.
+"""The ticket by which an agent connects to its head, and the command `nbdist join`.
 
-A ticket goes to an agent's stdin, since other users of a machine can read commands' arguments.  For
-`nbdist join` the head writes the ticket to a private file in the user's state folder.
+An agent gets the ticket on stdin, because other users of the machine could read it in a command's
+arguments. For `nbdist join` the head writes the ticket to a private file in the user's state
+folder. The head, the agents and `nbdist join` use this file.
 """
 
 from __future__ import annotations
@@ -32,35 +33,36 @@ from nbdist.wire.transfer import FrameKind, Numbered
 
 LONGEST_TICKET = 1 << 16
 KEY_LENGTH = 40  # characters of a key in Z85
-BEAT_INTERVAL = 0.5  # seconds between two heartbeats of libzmq, or of `NodeServer`
-RECONNECT_INTERVAL = 0.2  # seconds between an agent's tries to connect again
+BEAT_INTERVAL = 0.5  # seconds between two heartbeats of libzmq, and also of `NodeServer`
+RECONNECT_INTERVAL = 0.2  # seconds between two attempts of an agent to connect again
 
 
 class BadTicket(ValueError):
-    """No ticket was received, or a text is none; the message says why."""
+    """No ticket was received, or a text is not a ticket; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """A public key and its secret key, in Z85."""
+    """A public and a secret key of CurveZMQ, as text in ZeroMQ's encoding Z85."""
 
     public: str
     secret: str = field(repr=False)
 
     @classmethod
     def new(cls) -> KeyPair:
-        """Make a random pair."""
+        """Make a new pair of random keys."""
         public, secret = zmq.curve_keypair()
         return cls(public.decode(), secret.decode())
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Where a world's head listens, its public key, and its agents' keys (RFC 26 of ZeroMQ).
+    """The addresses and keys by which an agent connects to the head of a world.
 
-    Each `NodeServer` makes new keys, by which head and agents recognise each other and encrypt all
-    messages.  Agents prefer the first of the `addresses`.  `fork` says whether workers are forked;
-    `link_timeout` is how many seconds the head waits for a silent agent.
+    By the keys, the head and its agents recognise each other and encrypt all messages (CurveZMQ,
+    RFC 26 of ZeroMQ). `server_key` is the head's public key, and `keys` are the agents'. Each
+    `NodeServer` makes new keys. Agents prefer the first of the `addresses`. `fork` says whether
+    workers are forked, and `link_timeout` is how many seconds the head waits for a silent agent.
     """
 
     addresses: tuple[str, ...]
@@ -96,7 +98,10 @@ def endpoint(address: str, port: int) -> str:
 
 
 def listen_with(socket: zmq.Socket[Any], keys: KeyPair, link_timeout: float = LINK_TIMEOUT) -> None:
-    """Encrypt a listening socket with its own `keys`; `NodeServer` checks the keys of clients."""
+    """Set the options of the head's listening socket: encryption with its `keys`, and heartbeats.
+
+    `NodeServer` checks the agents' keys.
+    """
     _set_heartbeats(socket, link_timeout)
     socket.curve_server = True
     socket.curve_publickey = keys.public.encode()
@@ -104,7 +109,7 @@ def listen_with(socket: zmq.Socket[Any], keys: KeyPair, link_timeout: float = LI
 
 
 def connect_with(socket: zmq.Socket[Any], ticket: Ticket) -> None:
-    """Set a socket's options to connect with a ticket's keys, and to reconnect after a loss."""
+    """Set the options of an agent's socket: the ticket's keys, heartbeats, and reconnection."""
     _set_heartbeats(socket, ticket.link_timeout)
     socket.reconnect_ivl = round(RECONNECT_INTERVAL * 1000)
     socket.curve_serverkey = ticket.server_key.encode()
@@ -115,23 +120,24 @@ def connect_with(socket: zmq.Socket[Any], ticket: Ticket) -> None:
 def _set_heartbeats(socket: zmq.Socket[Any], link_timeout: float) -> None:
     socket.ipv6 = True
     socket.heartbeat_ivl = round(BEAT_INTERVAL * 1000)
-    # After a pause of its process, libzmq looks at the clock before it reads what has arrived, and
-    # would take live machines for lost.  So only agents notice a loss by these heartbeats; the head
-    # checks its connections itself (`NodeServer`), and earlier.
+    # By this timeout an agent notices that its head is lost. The head itself finds lost agents
+    # earlier (`NodeServer`). libzmq would be wrong after a pause of the head's process: it looks at
+    # the clock before it reads the heartbeats that have arrived meanwhile.
     socket.heartbeat_timeout = round(AGENTS_WAIT * link_timeout * 1000)
-    # While a message is only partly sent, as when the cable is pulled during a big value, libzmq
-    # neither sends nor misses heartbeats.  TCP_MAXRT (TCP_USER_TIMEOUT) ends such a connection.
+    # While a message is sent only in part, as when the cable is pulled during a big value, libzmq
+    # neither sends heartbeats nor notices that they are missing. TCP_MAXRT, which is Linux's
+    # TCP_USER_TIMEOUT, ends such a connection.
     socket.setsockopt(zmq.TCP_MAXRT, round(AGENTS_WAIT * link_timeout * 1000))
     socket.sndhwm = socket.rcvhwm = 0
 
 
-SUFFIX = ".key"
-ADDRESS_PROBE_TIMEOUT = 1.0  # seconds for an address of this machine to answer
+SUFFIX = ".key"  # of the files with tickets
+ADDRESS_PROBE_TIMEOUT = 1.0  # seconds for a port of this machine to answer
 
 
 @dataclass(frozen=True, slots=True)
 class HeadAddress:
-    """Where a head listens, as the user types it: `10.0.0.1:4321`, `[fe80::1]:4321`."""
+    """The address and port of a head, as a user types them: `10.0.0.1:4321`, `[fe80::1]:4321`."""
 
     host: str
     port: int
@@ -142,12 +148,15 @@ class HeadAddress:
 
 
 def place_of(ticket: Ticket) -> HeadAddress:
-    """Return the address that a user types for a ticket: the ticket's first, with the port."""
+    """Return the address that a user types to join the world of a ticket.
+
+    This is the first address of the ticket, with its port.
+    """
     return HeadAddress(ticket.addresses[0], ticket.port)
 
 
 def place_from(text: str) -> HeadAddress:
-    """Read the address that a user has typed for `nbdist join`; raises UsageError."""
+    """Parse the address that a user has typed for `nbdist join`; raises UsageError."""
     host, colon, port = text.strip().rpartition(":")
     in_brackets = host[:1] + host[-1:] == "[]"
     if ":" in host and not in_brackets:
@@ -162,12 +171,12 @@ def place_from(text: str) -> HeadAddress:
 
 
 def join_keys_folder() -> Path:
-    """Return the folder of the files that `nbdist join` looks for."""
+    """Return the folder with the files of tickets for `nbdist join`."""
     return Path(folders.state_folder(), "joins")
 
 
 def join_key_file(place: HeadAddress) -> Path:
-    """Return the path of the file for the ticket of the world at this address."""
+    """Return the path of the file with the ticket of the world whose head has this address."""
     return join_keys_folder() / f"{place.host.replace(':', '_')}-{place.port}{SUFFIX}"
 
 
@@ -181,7 +190,11 @@ def write_join_key(ticket: Ticket) -> Path:
 
 
 def find_join_key(place: HeadAddress) -> Ticket | None:
-    """Return the only ticket for this address and port, else the only one for the port, or None."""
+    """Return the ticket of the world at this address, if a file of this user has it.
+
+    A ticket with the same port and other addresses is used if it is the only one. Return None if no
+    ticket or several tickets fit.
+    """
     by_port = [ticket for _, ticket in _join_keys() if ticket.port == place.port]
     by_address = [ticket for ticket in by_port if place.host in ticket.addresses]
     tickets = by_address or by_port
@@ -189,9 +202,9 @@ def find_join_key(place: HeadAddress) -> Ticket | None:
 
 
 def read_key_file(path: Path) -> Ticket:
-    """Read a ticket from a file.
+    """Read a ticket from a file; raises OSError and BadTicket.
 
-    Raises OSError, PermissionError if users outside of the file's group have access, and BadTicket.
+    Raises PermissionError if users outside of the file's group have access to the file.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as file:
@@ -201,7 +214,7 @@ def read_key_file(path: Path) -> Ticket:
 
 
 def drop_dead_join_keys() -> None:
-    """Remove the ticket files of heads that were on this machine and listen no more."""
+    """Remove the files with tickets of heads that were on this machine and have exited."""
     local_addresses = own_addresses()
     for path, ticket in _join_keys():
         if local_addresses.issuperset(ticket.addresses) and not any(
@@ -216,7 +229,7 @@ def own_addresses() -> set[str]:
 
 
 def _is_alive(address: str, port: int) -> bool:
-    with suppress(OSError):  # other errors prove nothing: count as alive
+    with suppress(OSError):  # after another error than a refusal the head may be alive
         try:
             socket.create_connection((address, port), ADDRESS_PROBE_TIMEOUT).close()
         except ConnectionRefusedError:
@@ -231,16 +244,22 @@ def _join_keys() -> Iterator[tuple[Path, Ticket]]:
                 yield path, read_key_file(path)
 
 
-LONGEST_SAYING = 1000  # milliseconds for the report to reach the head
+LONGEST_SAYING = 1000  # milliseconds for a guard's report to reach the head
 
 
 def guard_line(identity: bytes, ticket: Ticket, address: str) -> bytes:
-    """Return a line for an agent's guard: the agent's identity, and where the head listens."""
+    """Return a line for an agent's guard: the agent's identity, and a ticket with one address.
+
+    If the agent is killed, the guard passes the line to `report_killed_agent`.
+    """
     return identity.hex().encode() + b" " + replace(ticket, addresses=(address,)).to_line()
 
 
 def report_killed_agent(line: bytes) -> None:
-    """Report to the head, if it can be reached, that an agent was killed; its guard calls this."""
+    """Report to the head that an agent was killed; the agent's guard calls this.
+
+    Do nothing if the head cannot be reached.
+    """
     identity, _, written = line.partition(b" ")
     ticket = ticket_from(written)
     ended = bytes.fromhex(identity.decode())
@@ -254,16 +273,17 @@ def report_killed_agent(line: bytes) -> None:
 # --- the command nbdist join ------------------------------------------------------------------
 
 JOIN_REACH_TIMEOUT = 5.0  # seconds for the head's machine to answer
-# The exit code of a shell for a process that SIGTERM has ended.
+# The exit code that a shell gives to a process that SIGTERM has ended.
 TERMINATED_CODE = 128 + signal.SIGTERM
 JOIN_LEAVE_TIMEOUT = 25.0  # seconds for an agent (`AGENT_GRACE`) and its guard to end all processes
 
 
 def join(text: str, key_file: str | None = None, node: int | None = None) -> int:
-    """Run an agent here until its world ends; return an exit code; raises UsageError.
+    """Carry out `nbdist join`: run an agent on this machine until its world ends.
 
-    `text` is the address that the notebook shows.  If a program such as torchrun or srun runs the
-    command several times on a node, local rank 0 joins, and the other processes exit.
+    `text` is the address that the notebook shows. If a program such as torchrun or srun runs the
+    command several times on a node, only the process with local rank 0 joins. Return an exit code;
+    raises UsageError.
     """
     place = place_from(text)
     is_leader, node_number = node_position(os.environ)
@@ -281,13 +301,14 @@ def _run_agent(place: HeadAddress, key_file: str | None, number: int) -> int:
     address = _resolve(place)
     ticket = replace(_find_key(place, key_file), addresses=(address,), port=place.port)
     environ = safe_environ(agent_environ(os.environ), folders.current_folder())
-    # In a new session the agent gets no Ctrl-C: it exits with its workers when its stdin is closed.
+    # Start the agent in a new session, so that Ctrl-C does not interrupt it. It exits with its
+    # workers when its stdin is closed below.
     agent = subprocess.Popen(
         agent_command("", number), stdin=subprocess.PIPE, env=environ, start_new_session=True
     )
     assert agent.stdin is not None
     try:
-        with suppress(BrokenPipeError):  # the agent has printed why it ended
+        with suppress(BrokenPipeError):  # the agent has exited, and has printed why
             agent.stdin.write(ticket.to_line())
             agent.stdin.flush()
         sys.stderr.write(f"nbdist: {socket.gethostname()} joins the world at {place}\n")
@@ -295,16 +316,20 @@ def _run_agent(place: HeadAddress, key_file: str | None, number: int) -> int:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with suppress(BrokenPipeError):
-            agent.stdin.close()  # the agent then exits without leftovers
+            agent.stdin.close()  # makes the agent end its workers and exit
         with suppress(subprocess.TimeoutExpired):
             agent.wait(JOIN_LEAVE_TIMEOUT)
-        agent.kill()  # kills the guard; the agent below then gets SIGTERM, and exits
+        agent.kill()  # this process is the guard: the agent, its child, then gets SIGTERM
         agent.wait()
     return code if code >= 0 else 1
 
 
 def _find_key(place: HeadAddress, key_file: str | None) -> Ticket:
-    """Return the ticket of the world at this address; raises UsageError if none is found."""
+    """Return the ticket of the world at this address; raises UsageError if there is none.
+
+    The ticket is in `key_file` ("-" for stdin), or in a file that the head has written, or the user
+    is asked for it.
+    """
     try:
         if key_file == "-":
             return ticket_from(sys.stdin.buffer.readline())
@@ -326,7 +351,7 @@ def _find_key(place: HeadAddress, key_file: str | None) -> Ticket:
 
 
 def _resolve(place: HeadAddress) -> str:
-    """Return the numeric form of the address if it answers; raises UsageError if it does not."""
+    """Connect to the address, and return its numeric form; raises UsageError if that fails."""
     try:
         with socket.create_connection((place.host, place.port), JOIN_REACH_TIMEOUT) as connection:
             return socket.getnameinfo(connection.getpeername(), socket.NI_NUMERICHOST)[0]
@@ -343,20 +368,27 @@ LOCAL_RANKS = (
     "SLURM_LOCALID",
 )
 NODE_NUMBERS = ("GROUP_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
-"""Variables in which torchrun, MPI, Slurm and Kubernetes number a node's processes, and nodes.
+"""Variables with the number of a process on its node (`LOCAL_RANKS`), or with a node's number.
 
-Several may be set: mpirun and torchrun run in jobs of Slurm.
+torchrun, MPI, Slurm and Kubernetes set them. Several may be set, since mpirun and torchrun can run
+in jobs of Slurm.
 """
 
 OF_STARTERS = (
     *("TORCHELASTIC_", "OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "PALS_", "HYDI_"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_TASK_PID"),
 )
-"""Beginnings of variables that are for this process alone, and would mislead workers."""
+"""Beginnings of variables that torchrun, MPI or Slurm has set for this process alone.
+
+Libraries in workers would take such variables for their own.
+"""
 
 
 def node_position(environ: Mapping[str, str]) -> tuple[bool, int]:
-    """Return whether this process is the first on its node, and the node's number, or -1."""
+    """Return whether this process is the first on its node, and the number of the node.
+
+    The number is -1 if no variable has it.
+    """
     is_leader = all(_number(environ, name) <= 0 for name in LOCAL_RANKS)
     numbers = (_number(environ, name) for name in NODE_NUMBERS)
     return is_leader, next((number for number in numbers if number >= 0), -1)
@@ -366,7 +398,7 @@ def agent_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for an agent, without variables that are for this process alone."""
     removed = set(NBDIST_DECIDES)
     if "TORCHELASTIC_RUN_ID" in environ and environ.get("OMP_NUM_THREADS") == "1":
-        removed.add("OMP_NUM_THREADS")  # set to 1 by torchrun, unless the user has set a number
+        removed.add("OMP_NUM_THREADS")  # torchrun sets it to 1, unless the user has set it
     return {
         name: value
         for name, value in environ.items()

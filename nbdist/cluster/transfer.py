@@ -1,6 +1,7 @@
-"""Big values between the notebook and the nodes, and the tasks and outputs that wait for them.
+"""Transfers big values between the notebook and the nodes, for the head.
 
-The rules of how long values are kept are in `nbdist.wire.transfer`.
+A task waits in the head until its nodes have its values, and the end of a task until the notebook's
+machine has the values that the rank returns. `nbdist.wire.transfer` says how long values are kept.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from nbdist.wire.node_messages import CopySegments
 from nbdist.wire.transfer import Drop, Fetch, Receiving, SegmentPiece, piece_of
 from nbdist.wire.work import failure_in_words
 
-SAY_EVERY = 0.25  # seconds between two lines on the progress of big values
-TRANSFER_POLL_INTERVAL = (
-    1.0  # seconds between two checks which segments the notebook still has open
-)
+SAY_EVERY = 0.25  # seconds between two reports on the progress of big values
+TRANSFER_POLL_INTERVAL = 1.0  # seconds between two checks which segments the notebook has closed
 
 
 @dataclass
 class _Waiting:
-    """A task that waits for its memory: `sent` has the bytes sent so far, by node and path."""
+    """A task that waits until its nodes have copies of its segments of shared memory.
+
+    `sent` has, by node and by the path of a segment, the bytes that were sent so far; `total` is
+    the sum of bytes to send.
+    """
 
     run: RunTask
     total: int
@@ -36,7 +39,10 @@ class _Waiting:
 
 @dataclass
 class _Held:
-    """The end of a rank's task, held until its values arrive, and the rank's later outputs."""
+    """The end of a rank's task, held back until the values that the rank returns have arrived.
+
+    The rank's later outputs are held back, too, so that their order is kept.
+    """
 
     node: int
     done: Done
@@ -46,11 +52,12 @@ class _Held:
 
 
 class BulkTransfers:
-    """Transfers big values both ways between the notebook and the nodes.
+    """Transfers big values from the notebook to the nodes, and from the nodes to the notebook.
 
-    All ranks get a task at the same time, once all their nodes have its variables: no rank waits in
-    a collective for a slow link.  Values that ranks return stay in this process's memory until the
-    notebook has read them.
+    All ranks get a task at the same time, once all their nodes have its values. Otherwise ranks
+    would wait in a collective for a rank with a slow link. Values that ranks return stay in shared
+    memory of the head until the notebook has read them.
+
     `node` returns the node with a number, `send_run` sends a task to its nodes, `show_outputs`
     sends outputs to the notebook, and `spawn` runs a coroutine in the background.
     """
@@ -66,16 +73,17 @@ class BulkTransfers:
         self._waiting: dict[str, _Waiting] = {}
         self._refs: dict[str, SegmentRef] = {}
         self._paths_on: dict[int, set[str]] = {}
-        """By node: the paths of the notebook's segments of which the node has a complete copy."""
+        """By node, the paths of the notebook's segments of which the node has a complete copy."""
         self._pending: dict[int, _Held] = {}
         self._receiving: dict[int, Receiving] = {}
-        self._received: dict[int, tuple[str, int, tuple[str, ...]]] = {}  # rank: task, node, paths
+        # By rank, the task that has returned values, the rank's node, and the paths of the copies.
+        self._received: dict[int, tuple[str, int, tuple[str, ...]]] = {}
         self._progress_due = 0.0
 
     # --- down ------------------------------------------------------------------------------
 
     def run(self, run: RunTask, nodes: Iterable[int]) -> None:
-        """Send a task to nodes, once all of them have the segments of its memory."""
+        """Send a task to its nodes, once all of them have copies of its segments."""
         self.release_values(run.ranks)
         missing = {}
         for node in nodes if run.segments else ():
@@ -95,9 +103,12 @@ class BulkTransfers:
             self._spawn(self._send_segments(run.id, node, refs))
 
     async def _send_segments(self, task: str, number: int, refs: tuple[SegmentRef, ...]) -> None:
-        """Let a node copy segments; send the task once all nodes have, or fail it without room."""
+        """Make a node copy the segments of a task, and send the task if no node needs more.
+
+        If the node has too little memory, the task fails.
+        """
         if task not in self._waiting:
-            return  # the task was interrupted
+            return  # Stop has interrupted the task
         node = self._node(number)
         problem = await node.execute(CopySegments(refs))
         if (waiting := self._waiting.get(task)) is None:
@@ -116,7 +127,7 @@ class BulkTransfers:
             self._send_run(waiting.run)
 
     def fetch(self, node: int, fetch: Fetch) -> None:
-        """Send a node the piece of a segment that it has requested."""
+        """Send a node the piece of a segment that the node has requested."""
         self._node(node).send(piece_of(fetch))
         for waiting in self._waiting.values():
             if (node, fetch.ref.path) in waiting.sent:
@@ -124,7 +135,10 @@ class BulkTransfers:
         self._show_all_progress()
 
     def _fail(self, run: RunTask, failed: Collection[int], name: str, message: str) -> None:
-        """End a task that has not begun: with this error on `failed`, as aborted on other ranks."""
+        """Report the end of a task that was not sent to its ranks.
+
+        On the ranks `failed` it ends with this error, and on its other ranks as aborted.
+        """
         self._cancel(run.id)
         failure, items = failure_in_words(name, message), list[RankOutput]()
         for rank in run.ranks:
@@ -135,7 +149,10 @@ class BulkTransfers:
         self._show(Outputs(tuple(items)))
 
     def _cancel(self, task: str) -> None:
-        """Forget a task that waits; let nodes drop incomplete segments that no other task needs."""
+        """Forget a task that waits for copies.
+
+        Nodes drop their incomplete copies of its segments, unless another task needs these.
+        """
         sent = self._waiting.pop(task).sent.keys()
         for node, path in sent - self._needed_segments():
             if path not in self._paths_on.get(node, ()):
@@ -145,7 +162,10 @@ class BulkTransfers:
         return set().union(*(waiting.sent for waiting in self._waiting.values()))
 
     async def _drop_closed_segments(self) -> None:
-        """Let nodes drop segments that the notebook has closed and no task waits for."""
+        """Make nodes drop copies of segments that the notebook has closed, until none are left.
+
+        Segments for which a task waits stay.
+        """
         while self._refs:
             await asyncio.sleep(TRANSFER_POLL_INTERVAL)
             needed = {path for _, path in self._needed_segments()}
@@ -162,7 +182,11 @@ class BulkTransfers:
     # --- up --------------------------------------------------------------------------------
 
     def hold_back(self, node: int, outputs: Outputs) -> Outputs:
-        """Hold ends of tasks whose values must be fetched, and later outputs; return the others."""
+        """Return the outputs of a node that can be shown now, and hold back the others.
+
+        The end of a task is held back if its values must be fetched first, and so are the rank's
+        later outputs.
+        """
         items = []
         for rank, task, output in outputs.items:
             if pending := self._pending.get(rank):
@@ -177,9 +201,9 @@ class BulkTransfers:
         return Outputs(tuple(items))
 
     async def _fetch_values(self, rank: int, pending: _Held) -> None:
-        """Fetch the values that a rank returns, and show the end of its task."""
+        """Fetch the values that a rank returns, and then show the end of its task."""
         if self._pending.get(rank) is not pending:
-            return  # the task was interrupted, or its node is lost
+            return  # Stop has interrupted the task, or its node is lost
         receiving = self._receiving[pending.node]
         problem = await receiving.copy_segments(pending.refs)
         if self._pending.get(rank) is not pending:
@@ -194,7 +218,7 @@ class BulkTransfers:
             self._finish(rank, replace(pending.done, values=relocate(pending.done.values, places)))
 
     def store_piece(self, node: int, piece: SegmentPiece) -> None:
-        """Store a piece that was requested from a node."""
+        """Store a piece of a value, which this process has requested from a node."""
         self._receiving[node].add_piece(piece)
         self._show_all_progress()
 
@@ -210,7 +234,7 @@ class BulkTransfers:
         self._show(Outputs((*((rank, pending.task, each) for each in final), *later.items)))
 
     def release_values(self, ranks: Iterable[int], task: str | None = None) -> None:
-        """Release the values that `ranks` have returned by a task, by default by any task."""
+        """Release the values that these ranks have returned by `task`, by default by any task."""
         for rank in ranks:
             if rank in self._received and task in (None, self._received[rank][0]):
                 _, node, paths = self._received.pop(rank)
@@ -219,7 +243,10 @@ class BulkTransfers:
     # --- both ways -------------------------------------------------------------------------
 
     def interrupt(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """End tasks of `ranks` that wait for segments or values; return the other ranks."""
+        """End the tasks of these ranks that wait for a transfer; return the other ranks.
+
+        Only the other ranks must be interrupted by their agents.
+        """
         stopped, ended = {*ranks}, set[int]()
         for run in [each.run for each in self._waiting.values()]:
             if not stopped.isdisjoint(run.ranks):
@@ -231,7 +258,7 @@ class BulkTransfers:
         return tuple(sorted(stopped - ended))
 
     def forget_tasks(self) -> None:
-        """Drop all tasks and outputs that wait, because all ranks are being stopped."""
+        """Drop all tasks and outputs that wait for a transfer; called while all ranks are ended."""
         for task in [*self._waiting]:
             self._cancel(task)
         pending, self._pending = self._pending, {}
@@ -239,7 +266,10 @@ class BulkTransfers:
             self._receiving[each.node].drop(ref.path for ref in each.refs)
 
     def handle_node_lost(self, node: int) -> None:
-        """Stop waiting for a lost node; the notebook can still read values that are complete."""
+        """Stop all transfers of a lost node.
+
+        The notebook can still read the node's values that have arrived completely.
+        """
         self._paths_on.pop(node, None)
         self._pending = {rank: each for rank, each in self._pending.items() if each.node != node}
         if receiving := self._receiving.get(node):
@@ -254,7 +284,7 @@ class BulkTransfers:
         self._received.clear()
 
     def _show_all_progress(self) -> None:
-        """Show for each task that waits how much of its memory, or of its values, has arrived."""
+        """Report the progress of each transfer, at most once in `SAY_EVERY` seconds."""
         if (now := time.monotonic()) < self._progress_due:
             return
         self._progress_due = now + SAY_EVERY
