@@ -138,7 +138,7 @@ class HeadLink:
         self._link.on_recv(self._handle_frames, copy=False)
 
     async def open(self) -> None:
-        """Send the agent's hello, and watch for reasons to exit.
+        """Send the agent's first message, `NodeHello`, and watch for reasons to exit.
 
         The agent exits at SIGTERM, if its stdin is closed, or if the link is given up.
         """

@@ -129,7 +129,7 @@ class Head:
         return {rank: self._nodes[number].name for rank, number in self._node_of.items()}
 
     def _parts(self, ranks: Iterable[int]) -> dict[Node, tuple[int, ...]]:
-        """Return which of these ranks each node has; ranks without a node are left out."""
+        """Return the ranks by node; ranks without a node are left out."""
         parts = group_by_node(ranks, self._node_of)
         return {self._nodes[number]: part for number, part in parts.items()}
 
@@ -235,7 +235,7 @@ class Head:
         self._stopped_tasks.update(tasks)
 
     async def _spare(self, ranks: Collection[int]) -> tuple[int, ...]:
-        """Keep agents from killing these ranks because of the last Stop; return the live ranks.
+        """Keep agents from killing ranks because of the last Stop; return the live ranks.
 
         If Stop is pressed again, agents may kill the ranks.
         """
@@ -515,7 +515,7 @@ async def rows_of(
 
 
 async def first_answer(parts: RanksByNode, consult: messages.Consult) -> Any:
-    """Ask each node, and wait for all; return the first answer that is not empty.
+    """Ask all nodes at once; return the first answer that is not empty, without waiting for more.
 
     If all answers are empty, return the last.
     """

@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class NodeLost(Exception):
-    """A node is lost, or did not answer in time; the message says which of both."""
+    """A node is lost, or did not answer in time; the message says which of these."""
 
 
 class Node:
@@ -272,7 +272,7 @@ def without_lost_nodes(
 
 
 def attainable_size(config: WorldConfig, nodes: Sequence[Node]) -> int:
-    """Return how many ranks these nodes can have, at most as many as the user has requested."""
+    """Return the number of ranks for which the nodes have room, at most the requested number."""
     slots = len(_usable_slots(config, nodes))
     return slots if config.workers is None else min(slots, config.workers)
 
@@ -295,7 +295,8 @@ REACHED = 16  # to how many other machines each machine tries to connect, at mos
 def mismatch(name: str, hello: NodeHello, here: Versions) -> str:
     """Return how a machine's versions differ from the notebook's, with a remedy.
 
-    The versions of nbdist, Python and torch must fit. Return "" if they do.
+    The version of nbdist must be equal, and so must the minor versions of Python, torch and
+    cloudpickle. Return "" if they are.
     """
     facts = hello.facts
     interpreter = f"{facts.python} on {name}"

@@ -59,9 +59,9 @@ class CannotStart(Exception):
 class NodePool:
     """The nodes of a world by number, also lost nodes, and the processes of their launcher.
 
-    The pool calls `on_message` with each message of a node after its hello. It calls `on_lost` with
-    a node that was lost, `on_joined` with a node that has joined after the start, and `notify` with
-    the names of all silent nodes.
+    The pool calls `on_message` with each message of a node after its `NodeHello`. It calls
+    `on_lost` with a node that was lost, `on_joined` with a node that has joined after the start,
+    and `notify` with the names of all silent nodes.
     """
 
     def __init__(
@@ -308,7 +308,7 @@ class NodePool:
             self._run_in_background(self._admit_late_node(node))
 
     def _pause_restarts(self, number: int) -> None:
-        """Allow to start the agent of a refused node again after a pause.
+        """Let the agent of a refused node be started again only after a pause.
 
         Each pause is twice as long as the last, at most `MAX_REFUSED_PAUSE`.
         """

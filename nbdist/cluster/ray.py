@@ -205,7 +205,7 @@ def send(stream: IO[bytes] | None, message: object) -> None:
 
 # --- resources of the cluster's nodes -----------------------------------------------------------
 
-# Ray's names for resources; it counts memory in bytes.
+# Ray's names for resources; memory is counted in bytes.
 CPU_RESOURCE, GPU_RESOURCE, MEMORY_RESOURCE = "CPU", "GPU", "memory"
 MAX_LISTED_NODES = 6  # the most nodes whose resources a message lists
 _UNIT_BYTES = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}  # the units of the option `--memory`

@@ -40,7 +40,7 @@ log = logging.getLogger("nbdist.cluster")
 
 ROUNDS = 5  # rounds of the event loop until it no longer watches the closed sockets
 LINGER = 500  # milliseconds for the last messages to reach agents after `close`
-SILENT_AFTER = 2.5  # seconds of silence after which an agent is reported, or half `link_timeout`
+SILENT_AFTER = 2.5  # seconds until a silent agent is reported, at most half of `link_timeout`
 
 TCP_INFO, LAST_RECEIVED = 11, struct.Struct("=52xI")
 """The option for getsockopt, and the struct that it fills (tcp_info in linux/tcp.h).

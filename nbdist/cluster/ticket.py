@@ -319,7 +319,7 @@ def _run_agent(place: HeadAddress, key_file: str | None, number: int) -> int:
             agent.stdin.close()  # makes the agent end its workers and exit
         with suppress(subprocess.TimeoutExpired):
             agent.wait(JOIN_LEAVE_TIMEOUT)
-        agent.kill()  # this process is the guard: the agent, its child, then gets SIGTERM
+        agent.kill()  # kills the guard above the agent: the agent then gets SIGTERM, and exits
         agent.wait()
     return code if code >= 0 else 1
 
@@ -398,7 +398,7 @@ def agent_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for an agent, without variables that are for this process alone."""
     removed = set(NBDIST_DECIDES)
     if "TORCHELASTIC_RUN_ID" in environ and environ.get("OMP_NUM_THREADS") == "1":
-        removed.add("OMP_NUM_THREADS")  # torchrun sets it to 1, unless the user has set it
+        removed.add("OMP_NUM_THREADS")  # set to 1 by torchrun, unless the user has set a number
     return {
         name: value
         for name, value in environ.items()

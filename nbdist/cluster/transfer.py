@@ -234,7 +234,7 @@ class BulkTransfers:
         self._show(Outputs((*((rank, pending.task, each) for each in final), *later.items)))
 
     def release_values(self, ranks: Iterable[int], task: str | None = None) -> None:
-        """Release the values that these ranks have returned by `task`, by default by any task."""
+        """Release the values that `ranks` have returned by a task, by default by any task."""
         for rank in ranks:
             if rank in self._received and task in (None, self._received[rank][0]):
                 _, node, paths = self._received.pop(rank)
@@ -243,7 +243,7 @@ class BulkTransfers:
     # --- both ways -------------------------------------------------------------------------
 
     def interrupt(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """End the tasks of these ranks that wait for a transfer; return the other ranks.
+        """End the tasks of `ranks` that wait for a transfer; return the other ranks.
 
         Only the other ranks must be interrupted by their agents.
         """

@@ -46,8 +46,11 @@ The agent waits only 0.4 s for an answer (`CONSULT_TIMEOUT` in `nbdist.agent.ins
 machine every answer may take longer. A kept answer is there in time when the user presses Tab
 again."""
 
-# The threads that a new gloo backend starts, a thread that waits for the backend, and a spare.
 SPARE_THREADS = 5
+"""How many threads must be able to start before the process group is formed again.
+
+A new gloo backend starts threads, another thread waits for the backend, and one is a spare.
+"""
 
 
 class ControlThread:

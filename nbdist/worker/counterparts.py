@@ -84,7 +84,8 @@ class Counterparts:
         self._retained: dict[int, Any] = {}
         self._released: list[Any] = []  # objects that `forget` has taken from `_retained`
         self._pinned: list[Any] | None = None
-        self._versions: dict[int, int] = {}  # by key, a tensor's version when received
+        # By key, the version counter of a tensor when the tensor was received.
+        self._versions: dict[int, int] = {}
         # Keys of memory and containers that this rank has changed in place.
         self._altered_keys: set[int] = set()
         self._lost_keys: list[int] = []  # keys of altered memory and containers that have ended
@@ -105,7 +106,7 @@ class Counterparts:
         return arrived
 
     def accept(self, arrived: ReceivedMessage) -> None:
-        """Register the new objects of a message by key, and apply the message's changes of others.
+        """Register the new objects of a message by key, and make its changes of older objects.
 
         `read` has made the message. The variables are not bound.
         """
@@ -396,7 +397,7 @@ class Counterparts:
         return changed, ended
 
     def _is_written(self, key: int) -> bool:
-        """Return True if a block has ended, or if its contents have changed since they came."""
+        """Return True if a block has ended, or has other contents than when it was received."""
         root = self._find(key)
         if root is None:
             return True
@@ -518,7 +519,10 @@ class Counterparts:
         return self.links.blocks.get_exact(start, value.nbytes, "cpu")
 
     def _link_memory(self, key: int, value: Any, digest: str) -> None:
-        """Give a block's key to the memory of a tensor or array, instead of its memory so far."""
+        """Register the memory of a tensor or array as the block with this key.
+
+        A block that had the key before is dropped.
+        """
         if isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
             start, size = storage.data_ptr(), storage.nbytes()

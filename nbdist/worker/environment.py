@@ -361,7 +361,7 @@ class OwnModules(MetaPathFinder):
         For each module's name return its `ModuleSource` and the time of the edit.
         """
         # `sys.modules` has modules in the order in which their imports ended. So a module comes
-        # after the modules that it imports, and is reloaded after them.
+        # after the modules on which it depends, and is reloaded after them.
         for name in [*sys.modules] if self._import_starts else ():
             if (began_ns := self._import_starts.pop(name, None)) is None:
                 continue

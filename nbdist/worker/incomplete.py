@@ -109,7 +109,7 @@ def _result_of(work: dist.Work) -> object:
 
 
 def _variables_in(names: Mapping[str, Any], spans: list[AddressRange]) -> Iterator[tuple[str, str]]:
-    """Yield the variables that share memory with the spans, each as a part and a name.
+    """Yield the variables with memory in the address ranges `spans`, each as a part and a name.
 
     The part is "gradients" or "parameters" of a module, and "" for the value itself.
     """
@@ -135,7 +135,7 @@ def _overlap(spans: Iterable[AddressRange], others: Iterable[AddressRange]) -> b
 
 
 def _spans_of(value: object) -> Iterator[AddressRange]:
-    """Yield the memory of each tensor and array in a value, also in lists, tuples and dicts."""
+    """Yield the address range of each tensor and array in a value, also in lists and dicts."""
     pending, visited = [value], set[int]()
     for _ in range(MAX_SEARCHED_PARTS):
         if not pending:

@@ -91,10 +91,10 @@ class WorkerKernel(IPythonKernel):
         return str(app.rank)
 
     async def run(self, task: Task, interrupts: Interrupts) -> Done:
-        """Bind the task's variables, run it, and return its outcome; SIGINT interrupts the task.
+        """Bind a task's variables, run the task, and return its outcome.
 
-        An exception becomes the `failure` of the outcome. KeyboardInterrupt is raised only if a
-        second SIGINT comes while the first one is handled.
+        SIGINT interrupts the task. An exception becomes the `failure` of the outcome.
+        KeyboardInterrupt is raised only if a second SIGINT comes while the first one is handled.
         """
         started, began = time.perf_counter(), time.time_ns()
         done = Done("error", 0.0, received=False)
@@ -278,7 +278,7 @@ class WorkerKernel(IPythonKernel):
         self.io_loop.add_callback(self.io_loop.stop)
 
     def handle_comm(self, comm: Comm) -> None:
-        """Pass a message from the page to a widget of this rank.
+        """Pass a message from the notebook's page in the browser to a widget of this rank.
 
         SIGINT interrupts the code that the widget runs.
         """
@@ -338,7 +338,7 @@ class WorkerApp(IPKernelApp):
     rank, token = 0, ""
 
     def parse_command_line(self, argv: Any = None) -> None:
-        """Do nothing: building a parser of arguments would take a tenth of the worker's start."""
+        """Parse no arguments, as building a parser would take a tenth of the worker's start."""
 
     @default("session")
     def _marking_session(self) -> Session:
@@ -353,7 +353,7 @@ class WorkerApp(IPKernelApp):
         super().init_iopub(context)
 
     def init_io(self) -> None:
-        """Write text to the agent's pipe instead of iopub."""
+        """Make `print` write to the pipe that the agent reads; ipykernel itself would use iopub."""
         install_streams(self.token)
         self.displayhook = ZMQDisplayHook(self.session, self.iopub_socket)
         sys.displayhook = self.displayhook

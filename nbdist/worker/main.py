@@ -76,8 +76,8 @@ def run_worker(start: WorkerStart, agent_pid: int) -> None:
     import_ops()
     with threads_without_sigint():
         app = make_app(start)
-    # Remove Python's prompts: if `sys.ps1` exists, Lightning assumes an interactive session, in
-    # which it refuses to run several processes.
+    # Remove Python's prompts: if `sys.ps1` exists, Lightning assumes an interactive session, and
+    # then refuses to run several processes.
     for prompt in ("ps1", "ps2"):
         if hasattr(sys, prompt):
             delattr(sys, prompt)

@@ -75,7 +75,7 @@ class Bound:
 class Problem(Exception):
     """Ends a task with a message for the user instead of a traceback."""
 
-    kind = ""  # the name of its `Failure`
+    kind = ""  # the `name` of the `Failure` that reports the problem
 
 
 class VariableError(Problem):
@@ -185,7 +185,10 @@ class Namespace:
             ) from error
 
     def keep_received(self, received: Taken, task_id: str) -> None:
-        """Keep received values for `bind_received` or `pop_received`, and drop those of before."""
+        """Keep received values for `bind_received` or `pop_received`.
+
+        Values that were kept before are dropped.
+        """
         self._received = {task_id: received}
 
     def pop_received(self) -> Taken:
@@ -337,7 +340,10 @@ class Namespace:
             raise VariableError(f"{part} ({kind}) cannot be sent back: {why}.") from error
 
     def frames_of(self, value: Any) -> list[Buffer]:
-        """Pickle a value for the notebook, and return the frames; raises what pickling raises."""
+        """Pickle a value for the notebook, and return the pickle's frames, which are bytes.
+
+        Raises what pickling raises.
+        """
         return frames_of(value, self._names, ReturnReducer().reduce)
 
     def lend(self, value: Any, task_id: str, home: ReturnReducer | None = None) -> Payload:

@@ -58,7 +58,7 @@ STALLED = 3
 
 
 class Probe:
-    """Finds out what the main thread does; its methods are fast enough for ten calls a second."""
+    """Locates the main thread and its collectives, fast enough for ten calls a second."""
 
     def __init__(self, group: Group | None) -> None:
         self._loop = asyncio.get_event_loop()  # of the main thread, which makes this object
@@ -69,7 +69,7 @@ class Probe:
         self._nccl = UnderWay(is_used=self.uses_nccl)
 
     def locate(self) -> RankPosition:
-        """Return the place of the main thread, and facts on whether the thread can go on."""
+        """Return the main thread's position, and facts on whether the thread can go on."""
         frames = list(frames_of(self._ident))
         stack = frames if self._find_line(frames) else self._stack()
         counts, nccl = self._recording.counts(), self._nccl.pending()
@@ -101,7 +101,7 @@ class Probe:
         )
 
     def locate_briefly(self) -> RankPosition:
-        """Return the main thread's position with no more than the line and the collective.
+        """Return the main thread's position with only its line, file and collective.
 
         Each further field costs a system call, after which the control thread may wait 5 ms for the
         GIL.

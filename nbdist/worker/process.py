@@ -151,7 +151,7 @@ class Interrupts:
         self._has_sigint = self._has_sigint and self._has_more()
 
     def settle_sigint(self, *, is_for_task: bool) -> None:
-        """Decide on the SIGINT before `SigintSent`: keep it if `is_for_task`, otherwise drop it.
+        """Keep the SIGINT that the agent sent before `SigintSent` if `is_for_task`, or drop it.
 
         The SIGINT is dropped even if Linux has not delivered it yet. Otherwise a process that had
         to wait for a processor would get it in the next task.
@@ -259,7 +259,7 @@ CELL_TIMES = CellTimes()  # a single object, as only the main thread of a proces
 
 _libc = ctypes.CDLL(None)
 _c_stdout = ctypes.c_void_p.in_dll(_libc, "stdout")
-_count_buffered = ctypes.PyDLL(None)["__fpending"]  # PyDLL keeps the GIL, which is quicker
+_count_buffered = ctypes.PyDLL(None)["__fpending"]  # PyDLL does not release the GIL: quicker
 _count_buffered.restype = ctypes.c_size_t
 _write_lock = threading.RLock()
 
@@ -276,8 +276,8 @@ def _before_fork() -> None:
 
 
 # A child has only the thread that forked it. If another thread held the lock at the fork, nobody
-# would release the lock in the child. So the thread that forks holds the lock during the fork, and
-# releases it in the parent and in the child.
+# would release the lock in the child. So the thread that forks holds the lock during the fork. Both
+# the parent and the child release the lock afterwards.
 os.register_at_fork(
     before=_before_fork,
     after_in_parent=_write_lock.release,
@@ -296,7 +296,7 @@ def _is_redirected(fd: int) -> bool:
     """Return True if a cell has redirected the descriptor, and not closed it."""
     try:
         return not os.path.sameopenfile(fd, _duplicates[fd])
-    except OSError:  # closed
+    except OSError:  # a cell has closed the descriptor
         return False
 
 
@@ -319,7 +319,7 @@ def write_mark(token: str, value: Mark) -> None:
 def flush_streams() -> None:
     """Flush Python's and C's stdout and stderr, and restore those that a cell has removed."""
     for name, stream in _own_streams.items():
-        if getattr(sys, name) is None:  # a cell has set it to None: no further cell could run
+        if getattr(sys, name) is None:  # set to None by a cell: no further cell could run
             setattr(sys, name, stream)
         with suppress(Exception):
             getattr(sys, name).flush()

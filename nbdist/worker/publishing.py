@@ -54,7 +54,7 @@ MAX_DISPLAY_LENGTH = 10_000_000  # characters of a display in one mime type; mor
 MAX_TASK_DISPLAYS = 30_000_000
 """Once a task has displayed so many characters, displays beyond `SMALL_DISPLAY` go to files."""
 
-SMALL_DISPLAY = 1_000_000  # characters in one mime type
+SMALL_DISPLAY = 1_000_000  # characters of a display in a mime type
 
 LONGEST_ERROR = 1 << 17
 """The most characters that are sent of an error's message, and of each part of its traceback."""
@@ -172,8 +172,8 @@ def _shorten(text: str) -> str:
 class MarkingSession(Session):
     """A session that marks the place of each message of a type in `ORDERED`.
 
-    It writes a mark with a number to stdout, and puts the number in the message. So the agent can
-    put messages and text, which come on two ways, into their order.
+    It writes a mark with a number to stdout, and puts the number in the message. The agent gets
+    text and messages by two connections, and puts them in order by the marks.
     """
 
     token = ""

@@ -207,7 +207,7 @@ class WorkerShell(AnnouncesErrors):
         def structured_traceback(
             kind: Any, error: Any, tb: Any = None, *args: Any, **options: Any
         ) -> Any:
-            if isinstance(tb, tuple):  # IPython's mode Plain calls this for the cause of an error
+            if isinstance(tb, tuple):  # IPython's mode Plain passes the cause of an error like this
                 return draw(kind, error, tb, *args, **options)
             if message := stale_group_of(error, tb):
                 error.args = (message,)

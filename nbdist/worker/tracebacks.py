@@ -358,23 +358,23 @@ def _gpu_remedy(error: BaseException) -> str:
 
 DRIVER_TIMEOUT = 3.0  # seconds for the GPU's driver to answer, which usually takes microseconds
 
-# Messages of cudaGetErrorString (CUDA 13), which HIP uses too.
+# Matches messages of cudaGetErrorString (CUDA 13), which HIP uses, too.
 LASTING_DEVICE_ERROR = re.compile(
     r"(?:Triton Error \[)?(?:CUDA|HIP)\b[^:\n]*: ("
-    r"an illegal memory access was encountered"  # 700
-    r"|the launch timed out and was terminated"  # 702
-    r"|device-side assert triggered"  # 710
-    r"|hardware stack error"  # 714
-    r"|an illegal instruction was encountered"  # 715
-    r"|misaligned address"  # 716
-    r"|operation not supported on global/shared address space"  # 717
-    r"|invalid program counter"  # 718
-    r"|unspecified launch failure"  # 719
-    r"|tensor memory not completely freed"  # 721
-    r"|uncorrectable ECC error encountered"  # 214
-    r"|uncorrectable NVLink error detected during the execution"  # 220
-    r"|Invalid access of peer GPU memory over nvlink or a hardware error"  # 226
-    r"|an async error has occured in external entity outside of CUDA)",  # 911
+    r"an illegal memory access was encountered"  # error 700
+    r"|the launch timed out and was terminated"  # error 702
+    r"|device-side assert triggered"  # error 710
+    r"|hardware stack error"  # error 714
+    r"|an illegal instruction was encountered"  # error 715
+    r"|misaligned address"  # error 716
+    r"|operation not supported on global/shared address space"  # error 717
+    r"|invalid program counter"  # error 718
+    r"|unspecified launch failure"  # error 719
+    r"|tensor memory not completely freed"  # error 721
+    r"|uncorrectable ECC error encountered"  # error 214
+    r"|uncorrectable NVLink error detected during the execution"  # error 220
+    r"|Invalid access of peer GPU memory over nvlink or a hardware error"  # error 226
+    r"|an async error has occured in external entity outside of CUDA)",  # error 911
     re.I,
 )
 

@@ -54,13 +54,14 @@ _due = 0.0
 def track(*, step: float | None = None, **numbers: Any) -> None:
     """Track numbers of this rank: `track(loss=loss, lr=0.1)`.
 
-    The cell's panel and `%dist_plot` show them as curves over all ranks, `world.tracked("loss")`
-    has them as a table.  Without `step` the calls with a name are counted.  Numbers can be of
-    Python, numpy or tensors of one element, which are read at once; tensors on a GPU are copied
-    there and read when they are sent.  In a process that is no worker the function does nothing.
+    The cell's panel and `%dist_plot` show the numbers of all ranks as curves, and
+    `world.tracked("loss")` returns them as a table.  Without `step`, the step of a number is how
+    often its name was tracked before in the cell.  A value can be a number of Python or numpy, or
+    a tensor of one element.  A tensor on a GPU is copied there, and read only when the number is
+    sent.  In a process that is no worker the function does nothing.
 
-    Raises TypeError for a value that is no number, ValueError for a step that is NaN, infinite or
-    beyond 2e18, and for a name that cannot be sent as UTF-8.
+    Raises TypeError for a value that is no number.  Raises ValueError for a step that is NaN,
+    infinite or beyond 2e18, and for a name that cannot be sent as UTF-8.
     """
     if _send is None:
         return

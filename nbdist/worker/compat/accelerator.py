@@ -47,7 +47,7 @@ def error_probe() -> Callable[[], bool] | None:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Return the version of the NCCL with which torch was built; this makes no context."""
+    """Return the version of the NCCL that torch uses; this makes no context."""
     return torch.cuda.nccl.version()  # type: ignore[no-untyped-call, no-any-return]
 
 

@@ -171,7 +171,7 @@ def write_cache_whole(cache: Any) -> None:
     """Make parso, on which jedi is based, write each of its cache files whole.
 
     parso itself writes into the file. If several ranks do so at once, or a rank is killed, the file
-    is damaged. So write a temporary file, and rename it at the end.
+    can be damaged. So write a temporary file, and rename it at the end.
     """
     if not hasattr(cache, "_save_to_file_system") or not hasattr(cache, "_get_hashed_path"):
         return

@@ -81,8 +81,8 @@ def set_buckets(model: Any, buckets: Sequence[Sequence[int]]) -> bool:
     names = model._build_debug_param_to_name_mapping(parameters)
     torch_dist: Any = dist
     compute = torch_dist._compute_bucket_assignment_by_size
-    # The function of torch that computes the buckets is replaced meanwhile. Its caller reverses
-    # both lists.
+    # Replace torch's function that computes buckets by one that returns the given buckets. Reverse
+    # both lists, because the caller of that function reverses them.
     given = [*map(list, buckets)][::-1], [model.bucket_bytes_cap] * len(buckets)
     torch_dist._compute_bucket_assignment_by_size = lambda *_: given
     try:
@@ -151,8 +151,8 @@ def sharding_of(module: Any) -> tuple[int, Any, dict[str, Any], dict[str, Any]]:
     inside = [group for inner in module.modules() for group in _fsdp_groups(inner)]
     options = {"mp_policy": state._mp_policy}
     settings: dict[str, Any] = {}
-    # Leave out `reshard_after_forward` if the user has not given it: the first forward of a root
-    # module then sets it to False.
+    # Leave out `reshard_after_forward` if the user has not given a value: the first forward of a
+    # root module then sets the value to False.
     is_given = not getattr(state, "_auto_reshard_after_forward", False)
     for group in _fsdp_groups(module):
         options |= {"offload_policy": group.offload_policy}

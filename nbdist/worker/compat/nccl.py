@@ -55,7 +55,10 @@ class Seat:
 
 
 class Adapter(ABC):
-    """The operations of nccl's backends that nbdist uses; a subclass is for each torch class."""
+    """The operations of nccl's backends that nbdist uses.
+
+    Each of torch's two classes of backends has a subclass.
+    """
 
     max_generations: int | None
     """How often a group can be connected, counting the first time; None if there is no limit."""
@@ -169,7 +172,7 @@ class Legacy(Adapter):
         # `batch_isend_irecv` begins a group call of NCCL and ends it. After an exception in between
         # the call is still open, and all later operations would wait for its end: so end it. If the
         # end itself fails, torch still counts the call as open. torch would end the call again when
-        # it makes a communicator, and fail: so correct the count.
+        # a communicator is made, and fail: so correct the count.
         calls = open_calls()
         while calls is not None and calls.value:
             try:
@@ -194,7 +197,7 @@ class Nccl2(Adapter):
         The function has a time limit, and raises DistError if the ranks do not connect.
         """
         # Set the device: by default a backend uses the current device of the calling thread, which
-        # may be another one.
+        # may be another device.
         backend.bound_device_id = seat.device
         size = len(seat.members)
         options = exchange_handles(backend, seat.store, seat.position, size, seat.number, timeout)
@@ -203,8 +206,8 @@ class Nccl2(Adapter):
             try:
                 backend.reconfigure(options).wait()
             except RuntimeError as error:
-                # For errors between ranks, such as a dead rank, torch raises a plain RuntimeError,
-                # as it does for errors of this rank's GPU. Make it an error between ranks.
+                # torch raises a plain RuntimeError both for errors between ranks, such as a dead
+                # rank, and for errors of this rank's GPU. Make the former a DistBackendError.
                 if type(error) is not RuntimeError or OF_OWN_GPU.search(str(error)):
                     raise
                 raise dist.DistBackendError(str(error)) from error
@@ -284,7 +287,7 @@ def when_legacy_is_made(made: Callable[[Any, Any, int, int, timedelta], None]) -
     `made` is not called for a backend that torch splits from another one.
     """
     kind: Any = getattr(dist, "ProcessGroupNCCL", None)
-    if kind is None:  # torch for the CPU
+    if kind is None:  # torch for the CPU lacks the class
         return
     original = kind.__init__
 

@@ -152,7 +152,8 @@ def exempt_from_shutdown(group: ProcessGroup) -> None:
 def forget_all(destroy: Callable[[], None]) -> list[ProcessGroup]:
     """Remove all groups from torch's tables without shutting them down; return the groups.
 
-    `destroy` is torch's `destroy_process_group`. The caller must keep references to the groups.
+    `destroy` is torch's `destroy_process_group`. The caller must keep references to the groups: in
+    a forked child their destructors would wait for threads that the child does not have.
     """
     groups = [*distributed_c10d._world.pg_names]
     if groups:
@@ -361,10 +362,10 @@ def entries_in(written: bytes) -> Iterator[dict[str, Any]]:
 
 # --- ending gloo's waits for a message --------------------------------------------------------
 
-# Closing connections does not end a wait for a message from any rank. torch's C++ library has a
-# method that ends it, `RecvWork::abort`, but the class `Work` in Python lacks the method (torch
-# 2.14). So nbdist calls it by ctypes, and first checks that the C++ object of a `Work` is a
-# `RecvWork`: that it begins with the address of this class's table of virtual methods.
+# Closing connections does not end a wait for a message from any rank. Such a wait is ended by
+# `RecvWork::abort` in torch's C++ library, which the Python class `Work` lacks (torch 2.14).
+# So nbdist calls the method by ctypes. Before, nbdist checks that the C++ object of a `Work` begins
+# with the address of the table of virtual methods of `RecvWork`.
 
 CPU_LIBRARY = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
 ABORT_RECEIVE = "_ZN4c10d16ProcessGroupGloo8RecvWork5abortEv"

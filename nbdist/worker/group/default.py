@@ -145,8 +145,8 @@ class DefaultGroup:
     def _name(self, torch_name: str, ranks: Sequence[int], use_hashed_name: bool) -> str:  # noqa: FBT001
         if not self._task:
             return torch_name
-        # For a hashed name, only the members of the group call this. So they count the groups with
-        # these members, as their counts of all groups may differ.
+        # Only the members of a group with a hashed name call this function for the group. So they
+        # count the groups with the same members: their counts of all groups may differ.
         prefix = f"{self._task}.{'_'.join(map(str, ranks))}" if use_hashed_name else self._task
         self._name_counts[prefix] += 1
         return f"{prefix}.{self._name_counts[prefix]}"
@@ -380,7 +380,7 @@ _stale: dict[str, str] = {}  # by the name of a stale group, the message for its
 
 
 def refuse_stale(groups: Iterable[ProcessGroup], before: int, after: int) -> None:
-    """Make operations on these groups raise an error from now on: the groups are stale.
+    """Make all later operations on stale groups raise an error.
 
     The groups were made before the world was scaled from `before` to `after` ranks. Only calls from
     Python are checked, not calls from C++.

@@ -81,9 +81,9 @@ _SOURCE_FOLDER = re.compile(r"/\S*/gloo/")  # a path in gloo's messages, from wh
 
 
 def connections_after(message: str) -> ConnectionLoss:
-    """Return what an error message says about the connections to other ranks.
+    """Return how connections to other ranks have ended, by an error message.
 
-    Return "ended", "timed out", or "" for a message about something else.
+    Return "ended", "timed out", or "" if the message is about something else.
     """
     if CONNECTION_CLOSED.search(message):
         return "ended"
@@ -119,7 +119,8 @@ class Gloo:
     def __init__(self) -> None:
         self._device, self._port = _make_device()
         self._opened: set[int] = set()  # inodes of connections that gloo has opened
-        # Where the backend connects that is made next; None for a backend of user code.
+        # The meeting in which the next new backend connects. None if user code makes the backend,
+        # which then connects in the store that it is given.
         self.next_meeting: Meeting | None = None
         # A renewable backend keeps its store. So all get this store, which `leading_to` directs to
         # another meeting each time that a backend connects.
@@ -179,7 +180,7 @@ class Gloo:
     def _connect(self, connect: Callable[[Any], None], meeting: Meeting) -> None:
         """Connect a backend; ConnectionResetError if the meeting is called off meanwhile."""
         # A meeting that can be called off needs a thread: gloo itself goes on waiting for a rank
-        # that has failed after it has written its address.
+        # that has written its address and failed afterwards.
         with self._recording_opened():
             if meeting.cancel_path is None:
                 connect(meeting.store)

@@ -181,9 +181,9 @@ class Group:
 
     # --- forming ------------------------------------------------------------------------------
 
-    # A generation is one attempt to form all groups; each has its own part of the store. torch
-    # makes the default group with a gloo backend of nbdist. A rank that joins later then connects
-    # the other groups at the same time as the other ranks, and in the same order.
+    # Each attempt to form all groups is a generation, with its own part of the store. torch makes
+    # the default group with a gloo backend of nbdist. A rank that joins later then connects the
+    # other groups at the same time as the other ranks, and in the same order.
 
     def form(self) -> None:
         """Form the world's group, and wait until every rank has joined it.
@@ -211,7 +211,7 @@ class Group:
         self._gloo.next_meeting = meeting
         try:
             # In later generations make the group without torch's wrapper that compares collectives:
-            # it would use keys of the store that an earlier generation has set.
+            # the wrapper would use keys of the store that an earlier generation has set.
             later = nullcontext() if self._nccl is None else self._nccl.connecting_later()
             with later, nullcontext() if is_first else seam.without_comparing():
                 self._default.form(start, self._shared)

@@ -247,7 +247,7 @@ class UnderWay:
         return Collective(begun.name, begun.number, begun.is_done, entry["time_created_ns"])
 
     def _collectives(self, name: str) -> Iterator[Mapping[str, Any]]:
-        """Yield the entries of one nccl class, newest first, without sends and receives."""
+        """Yield the entries of a class of nccl, newest first, without sends and receives."""
         recorded = seam.ADAPTERS[name].recorded()
         new = takewhile(lambda entry: entry["record_id"] >= self._first[name], recorded)
         return (entry for entry in new if not entry["is_p2p"])

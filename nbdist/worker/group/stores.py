@@ -265,14 +265,14 @@ STORE_IN_CHILD = "a process forked by the rank cannot use the world's store"
 
 
 class StoreConnections:
-    """Connections to the agent's socket for the store; each thread that asks uses another one.
+    """Connections to the agent's socket for the store; threads that ask at once use different ones.
 
     If the agent is lost, each call of `ask` raises ConnectionError. `silence` is how many seconds
     the agent waits for a silent head, while it cannot answer.
     """
 
-    # There is no lock: if another thread held the lock while the process was forked, nobody would
-    # release it in the child.
+    # Do not use a lock: if another thread held the lock while the process was forked, nobody would
+    # release the lock in the child.
 
     def __init__(self, path: str, silence: float = 0.0) -> None:
         self._path = path
@@ -429,8 +429,8 @@ def _as_bytes(value: str | bytes) -> bytes:
 # torch's registry makes the handler of a rendezvous, which may be of the user's packages (entry
 # points `torchrun.handlers`). All ranks take part in a rendezvous. Whenever the group is formed, it
 # has another name, so that new ranks and old ranks meet. torch's limits hold: the store of c10d
-# ends with the rank that hosts it, and anybody can read its contents. A wait for ranks cannot be
-# aborted, it can only time out.
+# ends with the rank that hosts it, and does not protect its contents. A wait for ranks can time
+# out, but cannot be aborted.
 
 JOIN_TIMEOUT = 25  # seconds for all ranks to come: less than the 30 s that agents wait for healing
 ETCD = {"etcd", "etcd-v2"}

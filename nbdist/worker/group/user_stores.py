@@ -21,7 +21,7 @@ from nbdist.worker.group.gloo import borrowed, sockets
 from nbdist.worker.process import system_call
 
 if os.uname().machine == "x86_64":
-    POLLS, RECEIVES = {7, 271}, {45}  # system calls: poll, ppoll; recvfrom
+    POLLS, RECEIVES = {7, 271}, {45}  # numbers of the system calls poll and ppoll, and recvfrom
 else:
     POLLS, RECEIVES = {73}, {207}
 
@@ -38,7 +38,7 @@ def end_wait(frame: FrameType | None) -> None:
         return  # the thread waits in the world's own store, whose waits are aborted in another way
     if frame.f_code is _init.__code__:
         # The constructor asks the server every 10 ms, and sleeps in between. So no system call
-        # shows the connection: find it by its port.
+        # shows the connection: find the connection by its port.
         port = frame.f_locals["port"]
         matches = [each for each in sockets() if _port_of(*each) == port]
     else:

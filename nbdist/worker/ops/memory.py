@@ -33,7 +33,7 @@ from nbdist.worker.compat import accelerator
 from nbdist.worker.compat.models import parts_of
 from nbdist.worker.namespace import Context
 
-MAX_SHOWN = 12  # variables in a report
+MAX_SHOWN = 12  # the most variables that a report lists
 
 
 class Peaks:
@@ -355,8 +355,8 @@ class Search:
             tensors = _Several(_tensors_in(value))
             has_several = len(tensors) > SEVERAL
             if has_several:
-                # One entry for all tensors: a million tensors in the queue would delay the search
-                # of all other objects.
+                # Yield all tensors as a single entry: a million tensors in the queue would delay
+                # the search of all other objects.
                 yield "", tensors
             if isinstance(value, set | frozenset):
                 return

@@ -154,7 +154,7 @@ def _run_python(shell: Any, program: Script, args: Sequence[str]) -> None:
             how = f" with code {int(end.code)}" if isinstance(end.code, int) else f": {end.code}"
             raise ScriptProblem(f"{program.name} exited{how}") from None
     except BdbQuit:
-        raise  # do not show it here: the notebook shows a line if the user has quit the debugger
+        raise  # without a traceback: the notebook shows a line if the user has quit the debugger
     except BaseException as error:  # also KeyboardInterrupt, which is shown as in a cell
         _running.clear()  # the script itself has ended
         tb = error.__traceback__
@@ -181,8 +181,8 @@ def _load(program: Script) -> tuple[CodeType, str, dict[str, Any]]:
     _, spec, code = runpy._get_module_details(program.name)  # type: ignore[attr-defined]
     sys.argv[0] = spec.origin
     source = getattr(spec.loader, "get_source", lambda _: None)(spec.name) or ""
-    # Compile the source again: the .pyc file is out of date if the source was edited within the
-    # second in which it was last compiled.
+    # Compile the source again: Python uses an old .pyc file if the source was edited within a
+    # second after the last compilation.
     if source:
         code = compile(source, spec.origin, "exec", dont_inherit=True)
     names = {"__file__": spec.origin, "__package__": spec.parent, "__spec__": spec}
@@ -434,7 +434,7 @@ def _as_in_a_cell(context: Context) -> Iterator[None]:
             show(shell, exception_only=True)
             raise
         except BdbQuit:
-            raise  # do not show it here: the notebook shows a line if the user has quit
+            raise  # without a traceback: the notebook shows a line if the user has quit
         except BaseException as error:  # also KeyboardInterrupt, which is shown as in a cell
             tb = error.__traceback__
             while tb and tb.tb_next and tb.tb_frame.f_code.co_filename == __file__:
@@ -449,12 +449,12 @@ def _as_in_a_cell(context: Context) -> Iterator[None]:
 def lent_names(
     context: Context, names: Mapping[str, Any], replaced: Iterable[str] = READY_MODULES
 ) -> Iterator[None]:
-    """Bind names of the caller's `__main__` within this context, while a call runs.
+    """Within this context, bind names of the caller's `__main__` in the worker, for a call.
 
-    A name that the worker has bound itself keeps its value, unless the name is in `replaced`. After
-    the call the names are removed, and `replaced` names have the worker's values again. But if the
-    call has bound names itself, by `global`, the caller's names stay bound: the new values may use
-    them. The next call may replace them.
+    A name that the worker has bound itself keeps its value, unless the name is in `replaced`. At
+    the end of the context the names are removed, and the names in `replaced` get the worker's
+    values again. But if the call has bound further names, by `global`, the caller's names stay
+    bound, as the new values may use them. The next call may replace them.
     """
     namespace, bound = context.names, {*context.bound}
     covered = {n: namespace[n] for n in replaced if n in names and n in namespace}

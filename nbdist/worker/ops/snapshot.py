@@ -43,9 +43,9 @@ class Damaged(Exception):
 
 
 def write_frames(path: Path, frames: Sequence[Buffer]) -> tuple[int, str]:
-    """Write frames to a new file that only this user can read; return its size and digest.
+    """Write the frames of pickles, which are bytes, to a new file; return its size and digest.
 
-    The data is on the disk when this returns. Raises OSError.
+    Only this user can read the file. The data is on the disk when this returns. Raises OSError.
     """
     views = [memoryview(frame).cast("B") for frame in frames]
     sizes = json.dumps([view.nbytes for view in views]).encode()
@@ -61,7 +61,7 @@ def write_frames(path: Path, frames: Sequence[Buffer]) -> tuple[int, str]:
 
 
 def map_frames(path: Path, digest: str) -> list[memoryview]:
-    """Return the frames of a file as mapped memory.
+    """Return the frames of a file, which `write_frames` has written, as mapped memory.
 
     Processes that map the same file share the memory until they write to it. The frames are not
     aligned as torch's memory is. Raises Damaged if the file has another digest, Untrusted if
@@ -121,7 +121,8 @@ def write(
     names = sorted(wanted[rank], key=lambda n: not all(n in each for each in wanted.values()))
     values = {name: namespace[name] for name in names if name in namespace}
     left_out = {}
-    if _pickling_problem(dict(values), namespace):  # find out which values have a problem
+    # Only if all values together cannot be pickled, try each of them alone, which takes longer.
+    if _pickling_problem(dict(values), namespace):
         reasons = {name: _pickling_problem(value, namespace) for name, value in values.items()}
         left_out = {name: why for name, why in reasons.items() if why}
     if left_out and not leave_out:
