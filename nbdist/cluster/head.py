@@ -522,7 +522,8 @@ async def first_answer(parts: RanksByNode, consult: messages.Consult) -> Any:
     requests = [ask(node, consult._replace(ranks=ranks)) for node, ranks in parts.items()]
     answer = None
     for each in asyncio.as_completed(requests):
-        answer = answer or await each
+        if answer := await each:
+            break
     return answer
 
 

@@ -138,7 +138,7 @@ def is_of_this_machine(identity: str) -> bool:
 def may_run(identity: str) -> bool:
     """Return True if the process in a text of `identify` runs, or may run on another machine."""
     match identity.split():
-        case [host, pid, _]:
+        case [host, pid, _] if pid.isdecimal():
             return host != os.uname().nodename or identify(int(pid)) == identity
     return False
 

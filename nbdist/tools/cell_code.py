@@ -336,6 +336,7 @@ def names_read_at_once(text: str) -> frozenset[str]:
     """Return the names that statements read or bind, without those in bodies of functions.
 
     The bodies of functions and lambdas run later, so the script may bind their names later too.
+    Python evaluates their defaults, and until Python 3.13 the annotations, at the definition.
     """
     names, waiting = set[str](), list[Any](ast.parse(text).body)
     while waiting:
@@ -343,8 +344,15 @@ def names_read_at_once(text: str) -> frozenset[str]:
             case ast.Name(name):
                 names.add(name)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                waiting += [*node.decorator_list, *node.args.defaults, *node.args.kw_defaults]
-            case ast.AST() if not isinstance(node, ast.Lambda):
+                waiting += node.decorator_list
+                # The names of a generic function's own type parameters are bound by itself.
+                if not getattr(node, "type_params", ()):
+                    waiting += [node.returns, node.args]
+                else:
+                    waiting += [*node.args.defaults, *node.args.kw_defaults]
+            case ast.Lambda():
+                waiting.append(node.args)
+            case ast.AST():
                 waiting += ast.iter_child_nodes(node)
     return frozenset(names)
 

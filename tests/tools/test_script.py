@@ -32,6 +32,7 @@ from nbdist.tools.cell_code import (
     definitions_to_read,
     guard_by_rank,
     literal,
+    names_read_at_once,
 )
 from nbdist.tools.export import Composer, ExportedScript
 from nbdist.values.payload import Identity
@@ -273,6 +274,19 @@ def test_names_are_above_definitions_that_run_with_them() -> None:
         "`names`: definitions run with the one that its cell makes, not its value",
         "`names` is used and not there",
     )
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("def f(x: Row = base) -> Rows: return later", {"Row", "base", "Rows"}),
+        ("class C:\n    f = lambda self, n=base: later", {"f", "base"}),
+        ("@decorated\nasync def f(*rest: Row, key=base): later", {"decorated", "Row", "base"}),
+    ],
+)
+def test_a_definition_reads_defaults_and_annotations_at_once(source: str, names: set[str]) -> None:
+    """The script has to bind the names above the definition, but not those in its body."""
+    assert names_read_at_once(source) == names
 
 
 @pytest.mark.parametrize("fails", [True, False])
