@@ -395,8 +395,8 @@ class Hello(NamedTuple):
 class AttachedTask(NamedTuple):
     """A task in `Attached`: a rank has not finished it, or not all its outputs are acknowledged.
 
-    `started` is when the agent received the task, on the monotonic clock, and `started_ns` the same in
-    nanoseconds since 1970.  `ended` has by rank when the rank finished, on the monotonic clock.
+    `started` is when the agent received the task, on the monotonic clock, and `started_ns` the same
+    in nanoseconds since 1970.  `ended` has by rank when the rank finished, on the monotonic clock.
     """
 
     run: RunTask
