@@ -42,7 +42,7 @@ def cell_option_rows() -> Iterator[str]:
             name = each.metavar or each.dest.upper()
             value = "" if each.nargs == 0 else f" [{name}]" if each.nargs == "?" else f" {name}"
             flags = ", ".join(f"`{flag}{value}`" for flag in each.option_strings)
-            yield f"| {flags} | {in_markdown(each.help or '')} |"
+            yield f"| {flags} | {in_markdown((each.help or '').replace('%%', '%'))} |"
 
 
 def world_option_rows() -> Iterator[str]:

@@ -155,7 +155,7 @@ def attempt_steps(
         if not running.restart_text:
             break
         _record_failure(pool, running)
-        display = pool.display()
+        display = pool.display(is_quiet=options.quiet)
         display.add_note(running.restart_text)
         new = [rank for rank, pid in world.pids.items() if pid != pids.get(rank)]
         names.copy_entries(new, world.session.names)
@@ -285,7 +285,7 @@ def _redraw(
     waits, asks = running.waits, running.prompts.text
     done, total = running.bytes_moved
     # Only in a panel: in a terminal, each change would be another line.
-    if not waits and display.can_change and done < total:
+    if not waits and display.can_change and done < total and not display.is_quiet:
         waits = f"big values are being packed: {size_text(done)} of {size_text(total)}"
     if asks and not is_attended:
         waits = f"{asks} · you will be asked when a cell waits for this one"

@@ -130,7 +130,7 @@ class MagicCall:
     @cached_property
     def display(self) -> CellDisplay:
         """The display of this magic's output, made at the first use."""
-        return self.pool.display()
+        return self.pool.display(is_quiet=getattr(self.options, "quiet", False))
 
     def end_display(self) -> None:
         """Close this magic's display if it was used (see `PanelDisplay.close`)."""

@@ -27,7 +27,7 @@ from nbdist.output.bars import merged_line
 from nbdist.output.events import MimeBundle
 from nbdist.output.html import all_show_widgets, figures, panel_html
 from nbdist.output.html_parts import INDENT, dim, panel
-from nbdist.output.layout import final_layout, live_layout
+from nbdist.output.layout import final_layout, layout_without_output, live_layout
 from nbdist.output.panel import MAX_LIVE_PANEL_BYTES
 from nbdist.output.tabs import final_tabs, live_by_rank
 from nbdist.output.text import PlainLines, curves_lines, failures_text, head_text, panel_text
@@ -61,6 +61,8 @@ class PanelDisplay:
         pool: named in the head of the panel and in the magics that notes advise; "" for the
             default pool.
         tabs: an id for this cell; if it is given, each rank has a tab.
+        is_quiet: whether the output of a cell that succeeds is not shown; of a running cell only
+            ranks that wait for one another or for input are shown.
     """
 
     can_change = True  # a panel that was drawn can be drawn again, with other content
@@ -75,7 +77,11 @@ class PanelDisplay:
         seconds: str = "page",
         pool: str = "",
         tabs: str = "",
+        is_quiet: bool = False,
     ) -> None:
+        self.is_quiet = is_quiet
+        self._is_live = False  # whether the running cell was drawn
+        self._own_notes = len(notes)
         self._pool = pool
         self._tabs = tabs
         self._is_alone, self._is_page = is_alone, is_page
@@ -92,16 +98,21 @@ class PanelDisplay:
 
     def add_note(self, text: str, *, at_once: bool = True, stays: bool = True) -> None:
         """Add a line below the output; unless `stays`, only while the cell runs."""
+        if self.is_quiet and not stays:
+            return
         (self._notes if stays else self._passing).append(in_pool(text, self._pool))
         if at_once:
             self.show_status("")
 
-    def show_status(self, text: str) -> None:
+    def show_status(self, text: str, *, in_background: bool = False) -> None:
         """Show the notes and this line until something else is drawn.
 
         If the setting `seconds` is "none", a text is not drawn: the panel only appears at the end.
+        A quiet display draws a text only for a cell that will run `in_background`, whose later
+        drawings a page shows only if the cell itself has made the display.
         """
-        if not (text and self._seconds == "none"):
+        is_hidden = self._seconds == "none" or (self.is_quiet and not in_background)
+        if not (text and is_hidden):
             lines = " · ".join(filter(None, [*self._notes, *self._passing, text]))
             self._draw(panel(dim(lines)), self._passing_text(lines) if text else lines)
 
@@ -125,6 +136,8 @@ class PanelDisplay:
         """
         now = time.monotonic()
         if now < self._draw_at or self._seconds == "none":
+            return
+        if self.is_quiet and not (waits or self._is_live):
             return
         self._draw_live(transcript, now, waits, usage)
 
@@ -154,6 +167,7 @@ class PanelDisplay:
         usage: str = "",
         turn: int | None = None,
     ) -> None:
+        self._is_live = True
         waits, note = " · ".join(filter(None, [*self._passing, waits])), " · ".join(self._notes)
         clock = time.strftime("%H:%M:%S")
         shown = live_layout(transcript, now, waits, usage, clock, turn, note, pool=self._pool)
@@ -169,8 +183,12 @@ class PanelDisplay:
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         """Draw the final panel of a cell that has ended, then its figures, each as a display."""
+        if not self._has_panel(transcript):
+            return
         self._begin_last()
         self._draw_final(transcript, logs)
+        if self._hides_output(transcript):
+            return
         self._below.end(transcript)
         # A page shows figures in the panel; converters and other programs search for images.
         for caption, figure in figures(transcript):
@@ -179,6 +197,19 @@ class PanelDisplay:
             display(data, raw=True, metadata=dict(figure.metadata))
 
     show_again = end
+
+    def _hides_output(self, transcript: Transcript) -> bool:
+        return self.is_quiet and transcript.has_succeeded
+
+    def _has_panel(self, transcript: Transcript) -> bool:
+        """Return False for a quiet cell that has succeeded and has nothing else to tell."""
+        is_drawn = self._is_drawn or bool(self._id_above)
+        return (
+            not self._hides_output(transcript)
+            or is_drawn
+            or len(self._notes) > self._own_notes
+            or must_be_told(transcript)
+        )
 
     def close(self) -> None:
         """Repeat the last drawing as a new display, if clients that redraw no displays lack it.
@@ -225,14 +256,20 @@ class PanelDisplay:
 
     def redraw_ended(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         """Redraw the panel of a cell that has ended, with output that came later."""
+        if not self._has_panel(transcript):
+            return
         self._draw_final(transcript, logs)
         self._is_redrawn = False  # so that `close` adds no second panel for other clients
-        self._below.change(transcript)
+        if not self._hides_output(transcript):
+            self._below.change(transcript)
 
     def _draw_final(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
-        note = " · ".join(self._notes)
-        shown = final_layout(transcript, logs, note, time.monotonic(), pool=self._pool)
-        shown = final_tabs(shown, transcript, logs, self._tabs) if self._tabs else shown
+        note, now = " · ".join(self._notes), time.monotonic()
+        if self._hides_output(transcript):
+            shown = layout_without_output(transcript, note, now, pool=self._pool)
+        else:
+            shown = final_layout(transcript, logs, note, now, pool=self._pool)
+            shown = final_tabs(shown, transcript, logs, self._tabs) if self._tabs else shown
         timeless = shown._replace(seconds="", pace="")
         html = panel_html(timeless if self._seconds == "none" else shown)
         self._draw(html, panel_text(shown if self._seconds == "all" else timeless))
@@ -261,6 +298,11 @@ def _encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+def must_be_told(transcript: Transcript) -> bool:
+    """Return True if a cell has warnings, or has tracked numbers that are NaN or infinite."""
+    return bool(transcript.warnings) or transcript.curves.has_odd_numbers
+
+
 class PlainDisplay:
     """Prints a cell's output line by line, for terminals and logs.
 
@@ -269,7 +311,15 @@ class PlainDisplay:
 
     can_change = False
 
-    def __init__(self, notes: Sequence[str] = (), *, colours: bool = False, pool: str = "") -> None:
+    def __init__(
+        self,
+        notes: Sequence[str] = (),
+        *,
+        colours: bool = False,
+        pool: str = "",
+        is_quiet: bool = False,
+    ) -> None:
+        self.is_quiet = is_quiet
         self._pool = pool
         self._notes = notes
         self._colours = colours
@@ -282,10 +332,12 @@ class PlainDisplay:
         self._bars = MovingLine(self._stream)
 
     def add_note(self, text: str, *, at_once: bool = True, stays: bool = True) -> None:
-        self.show_text(in_pool(text, self._pool))
+        if stays or not self.is_quiet:
+            self.show_text(in_pool(text, self._pool))
 
-    def show_status(self, text: str) -> None:
-        self.show_text(text)
+    def show_status(self, text: str, *, in_background: bool = False) -> None:
+        if in_background or not self.is_quiet:
+            self.show_text(text)
 
     def show_text(self, text: str, html: str = "") -> None:
         self._bars.clear()
@@ -297,17 +349,18 @@ class PlainDisplay:
         self, transcript: Transcript, outputs: RankOutputs, waits: str = "", usage: str = ""
     ) -> None:
         now = time.monotonic()
-        if self._lines is None:
-            self._lines = PlainLines(transcript.ranks)
-        for rank, output in outputs:
-            self._write(self._lines.receive(rank, output, now))
-        self._write(self._lines.due(now))
-        self._warn(transcript)
+        if not self.is_quiet:
+            if self._lines is None:
+                self._lines = PlainLines(transcript.ranks)
+            for rank, output in outputs:
+                self._write(self._lines.receive(rank, output, now))
+            self._write(self._lines.due(now))
+            self._warn(transcript)
         if waits and waits != self._waits:
             self.add_note(waits)
         self._waits = waits
         # If `sys.stdout` is another stream, a prompt is open, which would overwrite a bar.
-        if sys.stdout is self._stream and self._bars.is_due(now):
+        if not self.is_quiet and sys.stdout is self._stream and self._bars.is_due(now):
             self._bars.show(merged_line(transcript), now)
 
     def show_all(self, transcript: Transcript, asks: str, turn: int) -> None:
@@ -324,6 +377,12 @@ class PlainDisplay:
         sys.stdout.flush()
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
+        if self.is_quiet:
+            if not transcript.has_succeeded:
+                self.show_again(transcript, logs)
+            elif must_be_told(transcript):
+                self.show_text(panel_text(layout_without_output(transcript, pool=self._pool)))
+            return
         self._bars.clear()
         if self._lines is not None:
             self._write(self._lines.finish(time.monotonic()))
@@ -345,6 +404,8 @@ class PlainDisplay:
 
     def add_late(self, transcript: Transcript, outputs: RankOutputs) -> None:
         """Keep the lines of outputs that arrived after the end of the cell, for `redraw_ended`."""
+        if self.is_quiet:
+            return
         if self._lines is None:
             self._lines = PlainLines(transcript.ranks)
         for rank, output in outputs:
@@ -398,6 +459,8 @@ def make_display(
     cell: str = "",
     notes: Sequence[str] = (),
     pool: str = "",
+    *,
+    is_quiet: bool = False,
 ) -> CellDisplay:
     """Return a panel if `has_panels` says so, else a display of plain lines.
 
@@ -414,9 +477,10 @@ def make_display(
             seconds=settings.seconds,
             pool=pool,
             tabs=tabs,
+            is_quiet=is_quiet,
         )
     is_coloured = sys.stdout.isatty() and str(getattr(shell, "colors", "")).lower() != "nocolor"
-    return PlainDisplay(notes, colours=is_coloured, pool=pool)
+    return PlainDisplay(notes, colours=is_coloured, pool=pool, is_quiet=is_quiet)
 
 
 def has_panels(shell: InteractiveShell, settings: NbDist) -> bool:

@@ -134,7 +134,7 @@ class Pool:
             return logs
         return {rank: f"{session.machines.name(rank)}:{file}" for rank, file in logs.items()}
 
-    def display(self) -> CellDisplay:
+    def display(self, *, is_quiet: bool = False) -> CellDisplay:
         """Make a display for output of this pool below the notebook cell that runs now."""
         history: Any = getattr(self.shell, "history_manager", None)
         cells = getattr(history, "input_hist_raw", None) or [""]
@@ -143,7 +143,8 @@ class Pool:
         auto = self._pools.auto
         cell = (auto.running or cells[-1]) if is_first else ""
         notes = (AUTO_NOTE,) if auto.pool else ()
-        return make_display(self.shell, self._pools.settings, cell, notes, self.own_name)
+        settings = self._pools.settings
+        return make_display(self.shell, settings, cell, notes, self.own_name, is_quiet=is_quiet)
 
     # --- life -----------------------------------------------------------------------------
 

@@ -216,6 +216,12 @@ class Curves:
         self._step_counts: dict[str, int] = {}  # by name: the number of steps counted in all tasks
         self.drawn = 0.0, -1, "", ""  # cache: time of the next drawing, version, HTML, text
 
+    @property
+    def has_odd_numbers(self) -> bool:
+        """Whether a rank has NaN or infinity in the newest run of a curve."""
+        runs = (each.last for each in self.by_name.values())
+        return any(series.odd for run in runs for series in run.values())
+
     def with_continued_steps(self, task_id: str, tracked: Tracked) -> Tracked:
         """Return `tracked`, but with counted steps that continue the steps of earlier tasks.
 

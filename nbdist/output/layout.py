@@ -202,8 +202,7 @@ def final_layout(
     logs = logs or {}
     shown = _base_panel(transcript, now, pool)._replace(pace=_pace(transcript), note=note)
     bars = final_table(transcript)
-    ended_well = all(each.state == "ok" for each in transcript)
-    if transcript.is_silent and ended_well and not bars:
+    if transcript.is_silent and transcript.has_succeeded and not bars:
         return shown._replace(states=(), squares=(), more_squares=0)
     with_bars = bars.ranks if bars else ()
     groups = transcript.groups(failed_first=True)
@@ -228,6 +227,18 @@ def final_layout(
         silent=tuple(sorted({r for group in silent for r in group.ranks}.difference(with_bars))),
     )
     return limit_size(shown)
+
+
+def layout_without_output(
+    transcript: Transcript, note: str = "", now: float | None = None, *, pool: str = ""
+) -> Panel:
+    """Lay out a finished cell without its output: its head, the warnings and the note.
+
+    The panel also has the curves if a rank has tracked NaN or infinity.
+    """
+    shown = _base_panel(transcript, now, pool)
+    curves = shown.curves if transcript.curves.has_odd_numbers else None
+    return shown._replace(note=note, squares=(), more_squares=0, curves=curves)
 
 
 def _is_below(group: AlikeRanks) -> bool:
@@ -356,7 +367,7 @@ def _pace(transcript: Transcript) -> str:
     about the speed of a rank.
     """
     timed = {each.rank: each.seconds for each in transcript if each.seconds is not None}
-    if len(timed) < max(2, len(transcript.ranks)) or any(each.state != "ok" for each in transcript):
+    if len(timed) < max(2, len(transcript.ranks)) or not transcript.has_succeeded:
         return ""
     low, high = min(timed.values()), max(timed.values())
     if high - low < max(_SLOWER, _SLOWER_SHARE * high):

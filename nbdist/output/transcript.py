@@ -109,6 +109,11 @@ class Transcript:
         return all(each.state in FINAL_STATES and each.finished is not None for each in self)
 
     @property
+    def has_succeeded(self) -> bool:
+        """Whether the cell has ended well on all ranks."""
+        return all(each.state == "ok" for each in self)
+
+    @property
     def is_silent(self) -> bool:
         return all(each.is_silent for each in self)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,41 @@ def test_a_fast_cell_does_not_flash(capsys: pytest.CaptureFixture[str]) -> None:
         "2 ranks · ✓ 2\n── rank 0 ──\na\n── rank 1 (no output) ──\nrestarted"
     )
     assert last["text/html"].startswith("<div")
+
+
+@pytest.mark.parametrize("kind", [PanelDisplay, PlainDisplay])
+def test_a_quiet_display_shows_what_must_be_told(
+    capsys: pytest.CaptureFixture[str], kind: type[PanelDisplay | PlainDisplay]
+) -> None:
+    """A quiet display shows nothing but notes, waiting ranks, warnings, and all of a failure."""
+    transcript, news = took(Text("stdout", "a\n"))
+    display = kind(("automatic",), is_quiet=True)
+    display.show_status("starting 2 workers")
+    display.add_note("4 workers on 2 CPU cores", stays=False)
+    time.sleep(FIRST_DRAWING)
+    display.show(transcript, news)
+    display.end(transcript, {})
+    display.add_late(transcript, news)
+    display.finish_late()
+    display.redraw_ended(transcript, {})
+    assert capsys.readouterr().out == ""
+    display.show_status("in the background", in_background=True)
+    display.show(transcript, news, "rank 0 waits")
+    display.add_note("restarted")
+    said = capsys.readouterr().out
+    assert all(text in said for text in ("in the background", "rank 0 waits", "restarted"))
+    transcript.warn("watch: rank 1 differs")
+    display.end(transcript, {})
+    said = capsys.readouterr().out
+    assert "watch: rank 1 differs" in said
+    assert "rank 0 ──" not in said
+    failed = Transcript([0])
+    for output in (Text("stdout", "a\n"), Failure("E", "bad", ("-----",), 1), Done("error", 1.0)):
+        failed.receive(0, output, 1.0)
+    kind(is_quiet=True).end(failed, {})
+    said = capsys.readouterr().out
+    assert "-----" in said
+    assert re.search(r"\ba\b", said)
 
 
 def test_a_panel_continues_below_typed_input(capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,8 @@ sending_options = (
              " .interrupt()"),
     argument("--timeout", metavar="SECONDS", type=number_of_seconds("--timeout"),
              help="stop the cell after SECONDS, as Stop does"),
+    argument("--quiet", action="store_true", help="show the output only if the cell fails or is"
+             " stopped; %%dist_output shows it in any case"),
 )  # fmt: skip
 
 
@@ -65,7 +67,8 @@ def send(line: MagicCall, steps: CellSteps) -> None:
         wait_hint = f"`{name}.wait()` waits for it, " if name else ""
         ranks = count(len(running.task.ranks), "rank")
         line.display.show_status(
-            f"running on {ranks} in the background · {wait_hint}`%dist_interrupt` stops it"
+            f"running on {ranks} in the background · {wait_hint}`%dist_interrupt` stops it",
+            in_background=True,
         )
         job = Job(steps, running, name, CellPlace(pool.shell))
         pool.begin_job(job)
