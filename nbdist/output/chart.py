@@ -15,6 +15,7 @@ from itertools import groupby, pairwise, zip_longest
 from statistics import median, median_high, median_low
 from typing import NamedTuple
 
+from nbdist.output.axes import DECADE, LABEL_WIDTH, MAX_STEP_TICKS, Axis, with_axes
 from nbdist.output.curves import MAX_CURVE_NAMES, Curve, CurvePoint, Curves, Odd, RunSeries, Series
 from nbdist.output.events import Display
 from nbdist.output.html_parts import AMBER, BLUE, RED, bold, coloured, dim, embed, line, size
@@ -337,6 +338,7 @@ def _table(name: str, curve: Curve) -> str:
 # --- as a picture, with words in HTML around it --------------------------------------------------
 
 CHART_WIDTH, CHART_HEIGHT = 480, 140  # of a picture, in pixels of a page
+EDGE = 2  # pixels above the highest and below the lowest number, for the width of lines
 SCALE = 2  # units of a picture's coordinates in one pixel
 
 CHART_REDRAW_INTERVAL, SHARE = 0.5, 20
@@ -358,10 +360,8 @@ Values = Sequence[float | None]
 """The numbers of a curve, one for each step; None is a gap in the curve."""
 
 _TILES = "display:flex;flex-wrap:wrap;column-gap:14px;align-items:flex-end;margin:4px 0"
-TICK_WIDTH = 7  # pixels of a character in the numbers beside a picture
-
 _TILE = (
-    f"flex:1 1 40%;max-width:{CHART_WIDTH + 8 * TICK_WIDTH}px;min-width:240px;"
+    f"flex:1 1 40%;max-width:{CHART_WIDTH + 8 * LABEL_WIDTH}px;min-width:240px;"
     "box-sizing:border-box;margin:2px 0"
 )
 
@@ -407,6 +407,9 @@ def _tile(name: str, curve: Curve, max_bytes: int) -> str:
     bands = bands_of(curve.last)
     title, text = shown_name(name), headline(name, curve, bands)
     newest, step, *ranks = text.removeprefix(title).split(" · ")
+    frame = frame_of(bands) if bands.has_numbers and len(bands.steps) > 1 else None
+    if frame is not None and frame.down_axis.is_log:
+        ranks.append("log scale")
     # The ranks are on a second line: a single line would wrap, and move the picture, as soon as its
     # numbers become longer.
     head = line(bold(title) + dim(f"{newest} · {step}"))
@@ -414,70 +417,57 @@ def _tile(name: str, curve: Curve, max_bytes: int) -> str:
     colours = FAR_COLOURS[: len(bands.far_ranks)]
     for text, colour in zip_longest(remarks(bands), colours, fillvalue=AMBER):
         head += line(coloured(text, colour))
-    if not bands.has_numbers or len(bands.steps) == 1:
+    if frame is None:
         return f'<div style="{_TILE}">{head}</div>'
-    begin, end = bands.steps[0], bands.steps[-1]
-    low, high = limits(bands)
-    drawn = picture(bands, ChartRange(begin, end, low, high))
+    drawn = picture(bands, frame)
     shown = embed(Display({"image/svg+xml": drawn}, {"width": CHART_WIDTH, "height": CHART_HEIGHT}))
     if shown is None or size(shown) > max_bytes:
         return f'<div style="{_TILE}">{head}</div>'
-    steps = f"step {step_text(begin)}", f"step {step_text(end)}"
-    drawn = with_axes(shown, (number_text(high), number_text(low)), steps)
+    drawn = with_axes(shown, frame.down_axis, frame.across_axis, EDGE / CHART_HEIGHT)
     return f'<div style="{_TILE}">{head}{drawn}</div>'
 
 
-def with_axes(image: str, numbers: tuple[str, str], steps: tuple[str, str]) -> str:
-    """Add the highest and lowest number to the left of a picture, and two steps below it."""
-    top, bottom = numbers
-    # The column of numbers is at least as wide as most numbers are, so that pictures side by side
-    # have the same width in most cases.
-    width = TICK_WIDTH * max(7, *map(len, numbers)) + 6
-    across = f"display:flex;padding-left:{width}px;font-size:11px"
-    beside = f"flex:0 0 {width}px;box-sizing:border-box;padding:0 6px 0 0;font-size:11px"
-    column = f"{beside};text-align:right;display:flex;flex-direction:column"
-    space = '<div style="flex:1 1 auto"></div>'
-    return (
-        f'<div style="display:flex"><div style="{column}">{dim(top)}{space}{dim(bottom)}</div>'
-        f'<div style="flex:0 1 auto;min-width:0">{image}</div></div>'
-        f'<div style="{across}">{dim(steps[0])}{space}{dim(steps[1])}</div>'
-    )
+def frame_of(bands: Bands) -> ChartRange:
+    """Return the axes for the band, and for far ranks as far as there is room for them.
 
-
-def limits(bands: Bands) -> tuple[float, float]:
-    """Return the lowest and highest number to draw.
-
-    They are those of the band, or of far ranks.  Each far rank extends the range by at most the
-    height of the band, so that the band stays visible.
+    The axis of the numbers is logarithmic if all are positive and they span a decade or more.
     """
-    low = min(each for each in bands.low if each is not None)
-    high = max(each for each in bands.high if each is not None)
+    band = [each for each in (*bands.low, *bands.high) if each is not None]
+    far = [
+        each
+        for far_rank in bands.far_ranks
+        for each in bands.means[far_rank.rank]
+        if each is not None
+    ]
+    low, high = min(band), max(band)
+    lowest, highest = min([low, *far]), max([high, *far])
+    is_whole = all(map(float.is_integer, bands.steps))
+    steps = Axis(bands.steps[0], bands.steps[-1], max_ticks=MAX_STEP_TICKS, is_whole=is_whole)
+    if lowest > 0 and highest / DECADE >= lowest:
+        factor = max(DECADE, high / low)
+        low, high = max(lowest, low / factor), min(highest, high * factor, LARGEST_NUMBER)
+        return ChartRange(steps, Axis(low, high, is_log=True))
     room = (high - low) or abs(high) / 10 or 1.0
-    for far_rank in bands.far_ranks:
-        numbers = [each for each in bands.means[far_rank.rank] if each is not None]
-        low = max(min(low, *numbers), low - room)
-        high = min(max(high, *numbers), high + room)
+    low, high = max(lowest, low - room), min(highest, high + room)
     if high == low:
         low, high = low - room / 2, high + room / 2
-    return max(low, -LARGEST_NUMBER), min(high, LARGEST_NUMBER)
+    return ChartRange(steps, Axis(max(low, -LARGEST_NUMBER), min(high, LARGEST_NUMBER)))
 
 
 class ChartRange(NamedTuple):
-    """What a picture shows: the first and last step, and the lowest and highest number."""
+    """The part of a plane that a picture shows: the axis of the steps, and that of the numbers."""
 
-    begin: float
-    end: float
-    low: float
-    high: float
+    across_axis: Axis
+    down_axis: Axis
 
     def across(self, step: float) -> int:
         """Return the horizontal position of a step, in units of the picture."""
-        return round((step - self.begin) / ((self.end - self.begin) or 1.0) * SCALE * CHART_WIDTH)
+        return round(self.across_axis.share(step) * SCALE * CHART_WIDTH)
 
     def down(self, value: float) -> int:
         """Return a number's vertical position, limited to the edges, in units of the picture."""
-        share = min(1.0, max(0.0, (self.high - value) / (self.high - self.low)))
-        return 2 * SCALE + round(share * SCALE * (CHART_HEIGHT - 4))
+        share = 1 - self.down_axis.share(value)
+        return EDGE * SCALE + round(share * SCALE * (CHART_HEIGHT - 2 * EDGE))
 
     def parts(self, steps: Sequence[float], values: Values) -> Iterator[list[tuple[int, int]]]:
         """Yield the parts of a curve between its gaps, each as a list of points in the picture."""
@@ -514,10 +504,12 @@ def picture(bands: Bands, frame: ChartRange) -> str:
     HTML beside the picture (`with_axes`), since only HTML has the page's own colour of text.
     """
     width, height, steps = CHART_WIDTH * SCALE, CHART_HEIGHT * SCALE, bands.steps
-    quarters = (f"M0 {part * height // 4}h{width}" for part in range(5))
+    grid = [f"M0 {at}h{width}" for at in (0, height)]
+    grid += [f"M0 {frame.down(number)}h{width}" for number, _ in frame.down_axis.ticks]
+    grid += [f"M{frame.across(step)} 0v{height}" for step, _ in frame.across_axis.ticks]
     lines = zip(FAR_COLOURS, bands.far_ranks, strict=False)
     shapes = [
-        _stroke("".join(quarters), GRID, 1),
+        _stroke("".join(grid), GRID, 1),
         frame.band(steps, bands.bottom, bands.top, EXTREMES),
         frame.band(steps, bands.low, bands.high, BAND),
         frame.curve(steps, bands.medians, BLUE, 2 * SCALE),

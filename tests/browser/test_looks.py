@@ -267,7 +267,8 @@ def check(notebook: Notebook) -> None:
         assert found == [str(rank) for rank in range(ranks)]
     assert "loss 1.300 (rank 0) to 1.330 (rank 3)" in cells["short"].shown
     assert re.search(
-        r"loss median \d.*\n.* on 4 ranks\nrank 2 left the band from (?:about )?step \d+ on",
+        r"loss median \d.*\n.* on 4 ranks · log scale\n"
+        r"rank 2 left the band from (?:about )?step \d+ on",
         cells["curves"].shown,
     )
     assert "widget, shown below" in cells["widget"].shown

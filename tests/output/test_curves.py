@@ -147,7 +147,7 @@ def test_a_rank_that_leaves_the_band_is_named(ranks: int) -> None:
     said = f"rank 1 left the band from {about}step {far.step:.0f} on: "
     assert remarks(bands)[0].startswith(said)
     assert max(each for each in bands.high[160:] if each is not None) < 1
-    assert max(y for _, y in drawn(curves_html(curves), "#e67700")) > 200
+    assert len({y for _, y in drawn(curves_html(curves), "#e67700")}) > 50
     header = curves_text(curves).splitlines()[2].split()
     assert header == ["step", "median", "others'", "lowest", "others'", "highest", "rank", "1"]
 
@@ -206,10 +206,32 @@ def test_a_picture_spans_the_lowest_and_highest_number(size: float) -> None:
     assert {x for x, _ in drawn(curves_html(odd))} == {0, 1, 480, 481, 960, 961}
 
 
-def test_the_axes_show_their_first_and_last_numbers() -> None:
-    """The axes show the highest and the lowest number, and the first and the last step."""
+def test_the_axes_have_ticks() -> None:
+    """The axes of a picture show round numbers and steps; whole steps have whole ticks."""
     curves = curves_of(2, 126, lambda rank, step: 3 - step / 50)
-    assert Panel(curves_html(curves)).lines[2:] == ["3", "0.5", "step 0", "step 125"]
+    numbers = ["3.0", "2.5", "2.0", "1.5", "1.0", "0.5"]
+    assert Panel(curves_html(curves)).lines[2:] == [*numbers, "step", "0", "50", "100"]
+    few = curves_of(2, 3, lambda rank, step: 7 - step)
+    assert Panel(curves_html(few)).lines[-4:] == ["step", "0", "1", "2"]
+
+
+def test_positive_numbers_over_a_decade_have_a_logarithmic_axis() -> None:
+    """Numbers that fall by a factor fall by a distance if all are positive and span a decade."""
+    curves = curves_of(2, 5, lambda rank, step: 10 ** -(step / 2))
+    assert [y for _, y in drawn(curves_html(curves))] == [4, 72, 140, 208, 276]
+    ranks, *labels = Panel(curves_html(curves)).lines[1:]
+    assert ranks == "2 ranks equal · log scale"
+    assert labels[:5] == ["1", "0.3", "0.1", "0.03", "0.01"]
+    for value in (lambda step: 10 ** -(step / 5), lambda step: 10**-step - 1e-4):
+        linear = curves_html(curves_of(2, 5, lambda rank, step, value=value: value(step)))
+        assert "log scale" not in linear
+        high, low = value(0), value(4)
+        middle = drawn(linear)[2][1]
+        assert middle == pytest.approx(4 + 272 * (high - value(2)) / (high - low), abs=1)
+    # A rank that diverges is drawn for one more decade, and the others' curves stay readable.
+    diverging = curves_of(4, 99, lambda rank, step: 1.0 + rank / 9 + (rank == 3) * 10 ** (step / 9))
+    ys = [y for _, y in drawn(curves_html(diverging), "#e67700")]
+    assert (min(ys), ys.count(4) > 40) == (4, True)
 
 
 def test_only_the_newest_run_is_drawn() -> None:
@@ -218,7 +240,7 @@ def test_only_the_newest_run_is_drawn() -> None:
     curves.add(0, "next", tracked(range(51), lambda step: 9 + step / 50), 2)
     newest, ranks, *axes = Panel(curves_html(curves)).lines
     assert (newest, ranks) == ("loss 10 · step 50", "rank 0 · 1 earlier run")
-    assert axes == ["10", "9", "step 0", "step 50"]
+    assert axes == ["10.0", "9.8", "9.6", "9.4", "9.2", "9.0", "step", "0", "20", "40"]
 
 
 def test_curves_are_below_the_head_of_a_panel() -> None:
