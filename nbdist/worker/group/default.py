@@ -107,6 +107,8 @@ class DefaultGroup:
         excepthook = sys.excepthook
         self._backend, self._has_gpu = start.world.backend or "", start.device != "cpu"
         self._rank, self._size = start.rank, start.world.world_size
+        # A rank that comes later would be the only one to print the note.
+        self._has_printed_note |= start.generation > 1
         try:
             self._init(
                 backend=self._backend,
