@@ -12,7 +12,7 @@ from tests.hosts.network import Host
 from tests.hosts.sshd import Sshd
 from tests.notebook.front_end import Notebook, body
 from tests.notebook.test_widgets import Page
-from tests.notebooks.test_notebooks import MANY_MACHINES, check_run, run, text
+from tests.notebooks.test_notebooks import MANY_MACHINES, code_cells, run, text
 from tests.waiting import wait_until
 
 LOGS = "/tmp/nbt-logs"
@@ -64,16 +64,17 @@ def test_magics_name_the_hosts_of_ranks(sshd: Sshd, hosts: list[Host], tmp_path:
         wait_until(back, "node2 is back")
 
 
-def test_the_tutorial_runs_as_saved(hosts: list[Host], path: None, tmp_path: Path) -> None:
-    """The notebook on many machines shows as it was saved, and names ranks of two hosts."""
-    saved = nbformat.read(MANY_MACHINES, as_version=4)
+def test_the_tutorial_runs_over_ssh(hosts: list[Host], path: None, tmp_path: Path) -> None:
+    """With the first line for ssh, the notebook on many machines names ranks of two hosts."""
+    notebook = nbformat.read(MANY_MACHINES, as_version=4)
+    _, first, *_ = code_cells(notebook)
+    assert first.source.startswith("%%distributed -j 2x2\n")
+    first.source = first.source.replace("-j 2x2", "--hosts node1:2,node2:2", 1)
     with closing(Notebook()) as kernel:
-        fresh = run(saved, kernel, tmp_path)
-    check_run(saved, fresh)
-    for shown in (text(saved), text(fresh)):
-        assert "rank 2 is worker 0 on node2" in shown
-        assert "4 workers as 2x2 on node1 and node2 · gloo · ready" in shown
-        failed, died = (line for line in shown.splitlines() if line.startswith("Worker"))
-        assert "rank 3 on node2" in failed
-        assert "rank 1 on node1" in died
-        assert "ranks that answer: 4" in shown
+        shown = text(run(notebook, kernel, tmp_path))
+    assert "rank 2 is worker 0 of node 1" in shown
+    assert "4 workers as 2x2 on node1 and node2 · gloo · ready" in shown
+    failed, died = (line for line in shown.splitlines() if line.startswith("Worker"))
+    assert "rank 3 on node2" in failed
+    assert "rank 1 on node1" in died
+    assert "ranks that answer: 4" in shown

@@ -1,7 +1,7 @@
 """Tests of the tutorials: each runs from top to bottom, and was saved with its outputs.
 
 A single kernel runs all, first the tutorial with pools: meanwhile its fork server makes imports.
-The quickstart is tested in `tests/browser`, the tutorial on many machines in `tests/hosts`.
+The quickstart is tested in `tests/browser`, the tutorial on many machines also in `tests/hosts`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from tests.notebook.front_end import CLEAN, Notebook, execute
 
 pytestmark = pytest.mark.kernel
 
-QUICKSTART, WRONG, TORCHRUN, FINE_TUNING, MANY_MACHINES, REINFORCEMENT = sorted(
-    Path(__file__).parents[2].glob("notebooks/*.ipynb")
-)
+FOLDER = Path(__file__).parents[2] / "notebooks"
+QUICKSTART, WRONG, TORCHRUN, FSDP2, MANY_MACHINES, REINFORCEMENT = sorted(FOLDER.glob("*.ipynb"))
 
 
 def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
@@ -99,7 +98,7 @@ def both(file: Path, kernel: Notebook, folder: Path) -> tuple[str, str]:
     ("file", "numbers", "sign", "times"),
     [
         (REINFORCEMENT, r"(\d+) -> (\d+) steps", 1, 1),
-        (FINE_TUNING, r"test loss (\d\.\d\d) -> (\d\.\d\d)", -1, 6),
+        (FSDP2, r"test loss (\d\.\d\d) -> (\d\.\d\d)", -1, 6),
     ],
 )
 def test_training_improves_the_models(
@@ -115,12 +114,21 @@ def test_training_improves_the_models(
 def test_the_tutorial_from_torchrun_restarts_and_resizes(kernel: Notebook, tmp_path: Path) -> None:
     """The tutorial shows restarts, snapshots and changing sizes, and leaves no snapshot behind."""
     for shown in both(TORCHRUN, kernel, tmp_path):
+        assert shown.count("exists already") == 1  # new ranks do not say so again
         assert "rank 2 was killed by SIGKILL: restart 1 of 3" in shown
         assert shown.count("goes on at epoch 4") == 4
         assert "restored trainer on" in shown
         assert "now 2 workers" in shown
         assert "3 workers, same weights: True" in shown
     assert [*tmp_path.glob("**/snapshots/*")] == []
+
+
+def test_the_tutorial_on_many_machines_runs_on_one(kernel: Notebook, tmp_path: Path) -> None:
+    """The tutorial on many machines runs on one, with two simulated nodes of two workers each."""
+    for shown in both(MANY_MACHINES, kernel, tmp_path):
+        assert "rank 2 is worker 0 of node 1" in shown
+        assert "4 workers as 2x2 on " in shown
+        assert "ranks that answer: 4" in shown
 
 
 def test_training_goes_on_after_all_that_goes_wrong(kernel: Notebook, tmp_path: Path) -> None:
