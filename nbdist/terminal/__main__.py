@@ -36,7 +36,10 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"nbdist: `nbdist {words[0]}` was removed: {instead}\n")
         return 2
     parser = _parser()
-    options = parser.parse_args(words)
+    options, further = parser.parse_known_args(words)
+    options.further = further
+    if further and options.command != "tutorial":
+        parser.error(f"unrecognized arguments: {' '.join(further)}")
     if options.command is None:
         parser.print_help()
         return 0
@@ -82,6 +85,12 @@ def _mcp(options: argparse.Namespace) -> int:
     return serve(allow_run=options.allow_run)
 
 
+def _tutorial(options: argparse.Namespace) -> int:
+    from nbdist.terminal.tutorial import tutorial
+
+    return tutorial(options.further)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("nbdist", description="nbdist outside of notebooks.")
     parser.add_argument("--version", action="version", version=f"nbdist {__version__}")
@@ -107,6 +116,10 @@ def _parser() -> argparse.ArgumentParser:
     examine = add("doctor", lambda options: doctor(options.workers), "what will not work here")
     workers_help = "as in the notebook: a number, auto (as many as there are GPUs), gpu or cpu"
     examine.add_argument("-n", dest="workers", metavar="N", default="auto", help=workers_help)
+    tutorial = add("tutorial", _tutorial, "copy the quickstart into this folder and open it")
+    tutorial.usage = "nbdist tutorial [-h] [LAB_OPTION ...]"
+    tutorial.description = "Copy the quickstart into this folder, and open the copy in JupyterLab."
+    tutorial.epilog = "LAB_OPTION is an option of `jupyter lab`, such as --no-browser."
     add("ps", _worlds, "list all worlds, including detached ones")
     kill = add("kill", _worlds, "end a world and everything that belongs to it")
     kill.add_argument("name", help="its --name, pool or process, as shown by ps")

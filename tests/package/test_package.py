@@ -82,6 +82,7 @@ def test_the_wheel_has_the_package_and_no_tests(wheel: Path) -> None:
         entries.read_string(archive.read(f"{about(names)}/entry_points.txt").decode())
     files = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*") if path.is_file()}
     assert "nbdist/py.typed" in names
+    files |= {"nbdist/terminal/quickstart.ipynb"}  # in the checkout it is in another folder
     assert {name for name in names if not name.startswith(about(names))} == {
         name for name in files if "__pycache__" not in name
     }
@@ -152,6 +153,20 @@ def test_the_installed_command_runs(installed: Path, tmp_path: Path) -> None:
     needed = {re.split("[<>=!]", each)[0] for each in PROJECT["dependencies"]}
     assert {each.replace("-", "_") for each in named} == needed - {"torch"}
     assert torch == f"problem: torch is not installed: `{python} -m pip install torch`"
+
+
+def test_the_tutorial_comes_with_the_wheel(installed: Path, tmp_path: Path) -> None:
+    """`nbdist tutorial` copies the quickstart of the wheel, and says which packages it needs."""
+    venv.create(tmp_path / "env", symlinks=True)
+    python = tmp_path / "env" / "bin" / "python"
+    command = [python, "-m", "nbdist.terminal", "tutorial"]
+    done = run(command, tmp_path, 2, PYTHONPATH=str(installed))
+    copy = tmp_path / "nbdist-quickstart.ipynb"
+    assert copy.read_bytes() == (ROOT / "notebooks" / "01-quickstart.ipynb").read_bytes()
+    assert done.stdout == f"The quickstart was copied to {copy}.\n"
+    packages = " ".join(PROJECT["optional-dependencies"]["notebooks"]).replace(">=4.2", "")
+    install = f"`{python} -m pip install {packages}`"
+    assert done.stderr == f"nbdist: packages of the quickstart are missing: {install}\n"
 
 
 def test_colab_is_not_changed(wheel: Path, tmp_path: Path) -> None:
