@@ -1,6 +1,7 @@
 """How Sphinx builds the manual: `python -m sphinx -W docs site`."""
 
 import re
+import tomllib
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -29,6 +30,12 @@ autodoc_member_order = "bysource"
 # Of a longer signature each argument has a line.  Modules count, although they are not shown.
 python_maximum_signature_line_length = 130
 default_role = "code"  # what single backticks in docstrings are
+
+# Files outside of this folder to which included ones link, by the page that includes them.
+PAGE_OF = {".github/CONTRIBUTING.md": "contributing", "CHANGELOG.md": "changes"}
+
+_PYPROJECT = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())
+SOURCE = _PYPROJECT["project"]["urls"]["Source"]
 
 
 class CellLexer(IPython3Lexer):
@@ -98,5 +105,8 @@ def with_marks(lines: Sequence[str]) -> Iterator[str]:
 
 
 def link_to_page(_app: Sphinx, _path: Path, _page: str, content: list[str]) -> None:
-    """Let the README's link to the file for contributors go to the page that includes the file."""
-    content[0] = content[0].replace("(.github/CONTRIBUTING.md)", "(docs/contributing.md)")
+    """Let links of included files lead to pages, or to the repository if the file is no page."""
+    for file, page in PAGE_OF.items():
+        content[0] = content[0].replace(f"({file})", f"(docs/{page}.md)")
+    others = r"\]\(((?:notebooks/|LICENSE)[^)]*)\)"
+    content[0] = re.sub(others, rf"]({SOURCE}/blob/main/\1)", content[0])

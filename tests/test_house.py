@@ -69,7 +69,7 @@ TORCH_ROOMS += ("tools/digests.py", "tools/watch_op.py")
 RECENT_COMMITS, LONGEST_SUBJECT = 200, 72  # many older subjects are longer
 
 TOP_LEVEL = {"pyproject.toml", "nbdist", "tests", "notebooks", "docs", "README.md", "LICENSE"}
-TOP_LEVEL |= {"CITATION.cff"}  # GitHub expects the file here
+TOP_LEVEL |= {"CITATION.cff", "CHANGELOG.md"}  # GitHub and readers expect the files here
 
 
 HOW_IT_WORKS = "docs/how-it-works.md"

@@ -110,7 +110,7 @@ def test_messages_and_help_are_plain() -> None:
 def test_pages_and_notebooks_are_plain() -> None:
     """proselint finds nothing in the Markdown of the README, the manual and the notebooks."""
     root = PACKAGE.parent
-    pages = [root / "README.md", *root.glob("docs/**/*.md"), *root.glob(".github/*.md")]
+    pages = [*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob(".github/*.md")]
     texts = [(page.name, page.read_text()) for page in pages]
     for notebook in root.glob("notebooks/*.ipynb"):
         cells = json.loads(notebook.read_text())["cells"]

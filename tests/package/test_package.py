@@ -91,6 +91,24 @@ def test_the_wheel_has_the_package_and_no_tests(wheel: Path) -> None:
     assert {group: dict(entries[group]) for group in entries.sections()} == groups
 
 
+def test_the_readme_can_be_read_on_pypi(wheel: Path) -> None:
+    """The README of the wheel's metadata has whole addresses, each of a file in the repository."""
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(f"{about({*archive.namelist()})}/METADATA").decode()
+    assert "Description-Content-Type: text/markdown" in metadata
+    _, _, text = metadata.partition("\n\n")
+    original = (ROOT / "README.md").read_text()
+    assert text.splitlines()[0] == original.splitlines()[0]
+    found = re.findall(r"(!?)\[[^]]*\]\(([^)]+)\)", text)
+    assert len(found) == len(re.findall(r"\]\([^)]+\)", original)) > 10
+    assert any(mark for mark, _ in found)
+    source, tag = re.escape(PROJECT["urls"]["Source"]), f"v{PROJECT['version']}"
+    for mark, address in found:
+        place = re.fullmatch(f"{source}/{'raw' if mark else 'blob'}/{tag}/(.*)", address)
+        assert place, address
+        assert (ROOT / place[1]).is_file(), address
+
+
 def about(names: set[str]) -> str:
     (folder,) = {name.partition("/")[0] for name in names if ".dist-info/" in name}
     return folder
