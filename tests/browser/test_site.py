@@ -127,9 +127,10 @@ LOOKS = """kind => {
 
 def test_no_table_is_cut_off(site: Path, page: Page) -> None:
     """On a page of 1280 pixels no column of a table is cut off."""
-    for file in sorted(DOCS.glob("*.md")):
-        page.goto((site / f"{file.stem}.html").as_uri())
-        assert (file.name, page.evaluate(CUT_OFF)) == (file.name, 0)
+    for file in sorted(DOCS.rglob("*.md")):
+        name = file.relative_to(DOCS).with_suffix(".html")
+        page.goto((site / name).as_uri())
+        assert (name, page.evaluate(CUT_OFF)) == (name, 0)
 
 
 def test_output_does_not_look_like_code(site: Path, page: Page) -> None:
