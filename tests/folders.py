@@ -5,7 +5,8 @@ The folders of LABORATORY, with which people measure and compare, have no limits
 `python -m tests.folders` prints the files and lines in all, and fails if a folder exceeds its
 limits; `--write` lowers the limits to the present numbers, and adds new folders; `--raise` raises
 the limits that are exceeded, for a change whose message says why.  `--missed`
-runs the tests that start no process, and checks the percentage of statements that none runs.
+runs the tests that start no process, and checks that all pass and the percentage of statements
+that none runs.
 """
 
 from __future__ import annotations
@@ -47,26 +48,30 @@ def counted() -> Numbers:
     return {folder: {"files": files[folder], "lines": lines[folder]} for folder in files}
 
 
-def measured() -> Numbers:
-    """Return the percentage of statements that no unit test runs, by folder, rounded up."""
+def measured() -> tuple[Numbers, list[str]]:
+    """Return the percentage of statements that no unit test runs, by folder, rounded up.
+
+    Also return a line if a unit test fails: `.ci/run` runs these tests nowhere else.
+    """
     missed: Counter[str] = Counter()
     statements: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as place:
         os.environ["COVERAGE_FILE"] = f"{place}/data"
-        for command in (
-            "coverage run -m pytest -q -m unit -n 4",
-            "coverage combine -q",
-            f"coverage json -q -o {place}/report",
-        ):
-            # Failing tests are ignored: the run without coverage reports them.
-            is_tests = "pytest" in command
-            subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, check=not is_tests)
+        codes = [
+            subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT).returncode
+            for command in (
+                "coverage run -m pytest -q -m unit -n 4",
+                "coverage combine -q",
+                f"coverage json -q -o {place}/report",
+            )
+        ]
         report = json.loads(Path(place, "report").read_text())
     for file, found in report["files"].items():
         folder = file.rpartition("/")[0]
         missed[folder] += found["summary"]["missing_lines"]
         statements[folder] += found["summary"]["num_statements"]
-    return {each: {"% missed": -(-100 * missed[each] // statements[each])} for each in statements}
+    rows = {each: {"% missed": -(-100 * missed[each] // statements[each])} for each in statements}
+    return rows, ["a unit test fails"] * any(codes)
 
 
 def more_than_allowed(now: Numbers) -> list[str]:
@@ -94,7 +99,7 @@ def write(now: Numbers, choose: Callable[[int, int], int]) -> None:
 
 
 if __name__ == "__main__":
-    numbers = measured() if "--missed" in sys.argv else counted()
+    numbers, failed = measured() if "--missed" in sys.argv else (counted(), [])
     for top in ("nbdist", "tests"):
         rows = [row for folder, row in counted().items() if folder.partition("/")[0] == top]
         files, lines = (sum(row[each] for row in rows) for each in ("files", "lines"))
@@ -103,4 +108,4 @@ if __name__ == "__main__":
         write(numbers, min)
     if "--raise" in sys.argv:
         write(numbers, max)
-    sys.exit("\n".join(more_than_allowed(numbers)) or 0)
+    sys.exit("\n".join([*failed, *more_than_allowed(numbers)]) or 0)
