@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import compileall
+import gc
 import inspect
 import io
 import os
@@ -76,6 +77,12 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         sys.dont_write_bytecode = before
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that exists out of later collections, which `complain` makes after most tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import gc
 import math
 import sys
 import threading
@@ -561,9 +560,7 @@ def test_a_condition_by_rank_keeps_the_code(lines: list[str]) -> None:
 def shell() -> Iterator[InteractiveShell]:
     # Without the database of the history, whose thread would outlive the shell.
     shell = InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
-    gc.freeze()  # `reset` looks through all objects
     yield shell
-    gc.unfreeze()
     InteractiveShell.clear_instance()
 
 
