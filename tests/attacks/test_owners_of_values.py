@@ -12,7 +12,7 @@ from tests.notebook.front_end import Notebook, body, lasting
 pytestmark = [pytest.mark.shared_world, pytest.mark.kernel]
 
 
-two = lasting("%load_ext nbdist", "import torch", "%%distributed -n 2\npass")
+two = lasting("%load_ext nbdist", "import torch", "%%distributed -n 2\npass", may_have_torch=True)
 
 
 def test_gathered_values_stay_in_the_notebook(two: Notebook) -> None:

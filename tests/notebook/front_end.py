@@ -121,10 +121,11 @@ class SharedKernels:
     def __init__(self) -> None:
         self.is_offered = False
         self._free: list[KernelManager] = []
+        self._with_torch: list[KernelManager] = []  # one at most
         self._taken: list[KernelManager] = []
 
     def start(self, count: int) -> None:
-        """Start kernels until `count` of them are free."""
+        """Start kernels until `count` of them are free and have not imported torch."""
         for _ in range(count - len(self._free)):
             cache = f"{os.environ['XDG_RUNTIME_DIR']}/jedi"
             notebook = Notebook()
@@ -133,11 +134,12 @@ class SharedKernels:
             assert not (said := notebook.fails_at(begins)), said
             notebook.close()
 
-    def take(self) -> KernelManager | None:
-        """Return a kernel that is like new; None if no kernel is free."""
-        if not self.is_offered or not self._free:
+    def take(self, *, may_have_torch: bool) -> KernelManager | None:
+        """Return a kernel that is like new but for torch; None if no such kernel is free."""
+        found = (self._with_torch if may_have_torch else []) or self._free
+        if not self.is_offered or not found:
             return None
-        self._taken.append(self._free.pop())
+        self._taken.append(found.pop())
         return self._taken[-1]
 
     def give_back(self, notebook: Notebook) -> bool:
@@ -145,16 +147,21 @@ class SharedKernels:
         if notebook.manager not in self._taken:
             return False
         self._taken.remove(notebook.manager)
-        if is_kept := notebook.manager.is_alive() and not notebook.fails_at(NO_TORCH):
-            assert not (said := notebook.fails_at(CLEAN)), said
-            self._free.append(notebook.manager)
-        return is_kept
+        if not notebook.manager.is_alive():
+            return False
+        kernels = self._with_torch if notebook.fails_at(NO_TORCH) else self._free
+        if kernels is self._with_torch and kernels:
+            return False
+        assert not (said := notebook.fails_at(CLEAN)), said
+        kernels.append(notebook.manager)
+        return True
 
     def end(self) -> None:
         """Shut down all free kernels."""
-        for manager in self._free:
-            manager.shutdown_kernel(now=True)
-        self._free.clear()
+        for kernels in (self._free, self._with_torch):
+            for manager in kernels:
+                manager.shutdown_kernel(now=True)
+            kernels.clear()
 
 
 KERNELS = SharedKernels()
@@ -165,8 +172,10 @@ class Notebook:
 
     folder: Path
 
-    def __init__(self, *first: str, env: dict[str, str] | None = None) -> None:
-        taken = KERNELS.take()
+    def __init__(
+        self, *first: str, env: dict[str, str] | None = None, may_have_torch: bool = False
+    ) -> None:
+        taken = KERNELS.take(may_have_torch=may_have_torch)
         self.is_closed = False
         self.manager = taken or new_manager()
         environ = {**os.environ, "NBDIST_LOG_DIR": "", **(env or {})}
@@ -329,9 +338,10 @@ class Notebook:
             self.manager.shutdown_kernel(now=True)
 
 
-def lasting(*first: str, **env: str) -> Any:
+def lasting(*first: str, may_have_torch: bool = False, **env: str) -> Any:
     """Make a fixture: one notebook for all tests of a module, in which the cells `first` ran.
 
+    If it `may_have_torch`, its kernel may have imported torch before.
     `{folder}` in the cells and in `env` is replaced by the notebook's `folder`, a new folder.
     """
 
@@ -340,7 +350,8 @@ def lasting(*first: str, **env: str) -> Any:
         folder = tmp_path_factory.mktemp("notebook")
         cells, texts = ([text.replace("{folder}", str(folder)) for text in each]
                         for each in (first, env.values()))  # fmt: skip
-        with closing(Notebook(*cells, env=dict(zip(env, texts, strict=True)))) as made:
+        environ = dict(zip(env, texts, strict=True))
+        with closing(Notebook(*cells, env=environ, may_have_torch=may_have_torch)) as made:
             made.folder = folder
             yield made
 

@@ -40,6 +40,8 @@ class Kernel:
         self.stop = signal.getsignal(signal.SIGINT)
         hooks = (*self.shell.events.callbacks.values(), self.shell.input_transformers_cleanup)
         self.lists = [(each, [*each]) for each in (sys.path, self.shell.ast_transformers, *hooks)]
+        gc.collect()
+        gc.freeze()  # so that each `clean` looks through new objects alone
 
     def clean(self) -> None:
         """Unload extensions, end patches and restore all state that cells have changed."""
@@ -55,8 +57,10 @@ class Kernel:
         os.environ.update(self.environ)
         for each, before in self.lists:
             each[:] = before
+        # `torch.ops` and others have no spec.
+        tops = {name: sys.modules.get(name.partition(".")[0]) for name in sys.modules}
         for name in {*sys.modules} - self.modules:
-            if not _is_of_a_library(sys.modules[name]):
+            if not _is_of_a_library(tops[name] or sys.modules[name]):
                 del sys.modules[name]
         gc.collect()
         self.agent.start()

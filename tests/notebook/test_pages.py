@@ -172,7 +172,8 @@ def run(page: str, folder: Path) -> Generator[tuple[Block, str, bool]]:
                 opened.close()
                 begins = bool(re.search("%load_ext|from nbdist import", block.code))
                 first = [f"%cd -q {folder}", *["%load_ext nbdist"] * (not begins)]
-                notebook = Notebook(*first, env={"NBDIST_LOG_DIR": f"{folder}/logs"})
+                environ = {"NBDIST_LOG_DIR": f"{folder}/logs"}
+                notebook = Notebook(*first, env=environ, may_have_torch=True)
                 opened.enter_context(closing(notebook))
             outcome = notebook.run(block.code)
             # Tests in other processes have such worlds too, so a name must be given.
