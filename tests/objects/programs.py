@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -36,6 +40,18 @@ def _forget():
     get_ipython().displayhook.flush()
 _kept = {*globals(), "_kept"}
 """
+
+FREEZE = "import gc; gc.collect(); gc.freeze(); del gc"
+"""Leaves all that exists out of later collections, of which `flush` makes one."""
+
+_ON_RANKS = '__import__("tests.objects.names", fromlist=["names"])'
+KEEP_ON_RANKS = f"%%distributed\n{_ON_RANKS}.keep(get_ipython().user_ns)"
+FORGET_ON_RANKS = f"""%%distributed
+assert world_size == 2 and {_ON_RANKS}.forget(get_ipython().user_ns)"""
+"""Fails on a worker that a program has started, and if it has changed a name of all workers."""
+
+BEGIN = ("%load_ext nbdist", "%dist_init -n 2", KEEP_ON_RANKS, FORGET, PRELUDE, FREEZE)
+"""The first cells of a notebook for programs."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +102,18 @@ def hinting(step: Step, *shows: str) -> Step:
     return replace(step, shows=(*step.shows, *shows), may_hint=True)
 
 
-def begin(notebook: Notebook, workers: int = 2) -> None:
-    """Give the notebook new workers, and only the names of the prelude."""
+def begin(notebook: Notebook, *, are_new: bool = False) -> None:
+    """Give the notebook and its two workers only the names of the prelude.
+
+    The workers are those of the program before, unless `are_new`.
+    """
     notebook.run("%dist_auto off")
     if notebook.run("_forget()").errors:
         assert notebook.run(FORGET).errors == []
-    restarted = notebook.run(f"%dist_restart -n {workers}")
-    assert restarted.errors == [], restarted.seen
+    if are_new or notebook.run(FORGET_ON_RANKS).errors:
+        restarted = notebook.run("%dist_restart -n 2")
+        assert restarted.errors == [], restarted.seen
+        assert notebook.run(KEEP_ON_RANKS).errors == []
     assert notebook.run(PRELUDE).errors == []
 
 
@@ -146,6 +167,31 @@ def is_plain(steps: Iterable[Step]) -> bool:
         or (each.is_here and each.values is not None)
         for each in steps
     )
+
+
+def run_in_one_process(steps: Iterable[Step]) -> None:
+    """Run a plain program as each rank in this process, without a notebook, and check its values.
+
+    So the values of a table of programs are those of a plain kernel.
+    """
+    steps = [*steps]
+    for rank in range(2):
+        module = ModuleType("plain_kernel")
+        names = vars(module)
+        names["rank"] = rank
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            patch.setitem(sys.modules, module.__name__, module)  # pickle looks for classes there
+            warnings.simplefilter("ignore")
+            exec(PRELUDE, names)
+            for number, step in enumerate(steps):
+                body = ast.parse(step.source).body
+                asked = body.pop() if step.values is not None else ast.parse("None").body[0]
+                assert isinstance(asked, ast.Expr)
+                exec(compile(ast.Module(body, []), "<step>", "exec"), names)
+                seen = eval(compile(ast.Expression(asked.value), "<step>", "eval"), names)
+                if step.values is not None:
+                    wanted = step.values[rank % len(step.values)]
+                    assert seen == wanted, f"step {number} on rank {rank}: {step.source}"
 
 
 def table(cases: Mapping[str, Sequence[Step]]) -> Any:

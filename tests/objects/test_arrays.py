@@ -13,12 +13,12 @@ from tests.objects.programs import (
     hinting,
     holds,
     is_plain,
-    on_ranks,
     ranks,
+    run_in_one_process,
     table,
 )
 
-pytestmark = [pytest.mark.shared_world, pytest.mark.kernel]
+pytestmark = pytest.mark.shared_world
 
 SUM = "print(float(a.sum()))"
 
@@ -528,8 +528,9 @@ def test_arrays_share_memory_as_in_a_plain_kernel(program: Run, name: str) -> No
     program((CASES | BOTH)[name])
 
 
+@pytest.mark.unit
 @table(CASES)
-def test_values_are_the_same_on_ranks_alone(program: Run, name: str) -> None:
-    """A program gives equal values if every cell runs on the ranks."""
+def test_values_are_those_of_a_plain_kernel(name: str) -> None:
+    """A program gives equal values if one process runs it, without a notebook."""
     assert is_plain(CASES[name])
-    program(on_ranks(CASES[name]))
+    run_in_one_process(CASES[name])

@@ -13,12 +13,12 @@ from tests.objects.programs import (
     hinting,
     holds,
     is_plain,
-    on_ranks,
     ranks,
+    run_in_one_process,
     table,
 )
 
-pytestmark = [pytest.mark.shared_world, pytest.mark.kernel]
+pytestmark = pytest.mark.shared_world
 
 BOX = "class Box:\n    def __init__(self, x=None): self.x = x\n"
 
@@ -590,9 +590,9 @@ BOTH: dict[str, list[Step]] = {
         hinting(gives("y", 5), "`y`"),
     ],
     "a counted name that the notebook reads": [
-        here("y = 1"),
-        ranks("y += 1"),
-        here("y", r"rank"),
+        here("counted = 1"),
+        ranks("counted += 1"),
+        here("counted", r"rank"),
     ],
     "a class in the place of a value": [
         here("y = [1]"),
@@ -635,8 +635,9 @@ def test_containers_are_as_in_a_plain_kernel(program: Run, name: str) -> None:
     program((CASES | BOTH)[name])
 
 
+@pytest.mark.unit
 @table(CASES)
-def test_values_are_the_same_on_ranks_alone(program: Run, name: str) -> None:
-    """A program gives equal values if every cell runs on the ranks."""
+def test_values_are_those_of_a_plain_kernel(name: str) -> None:
+    """A program gives equal values if one process runs it, without a notebook."""
     assert is_plain(CASES[name])
-    program(on_ranks(CASES[name]))
+    run_in_one_process(CASES[name])

@@ -12,12 +12,12 @@ from tests.objects.programs import (
     hinting,
     holds,
     is_plain,
-    on_ranks,
     ranks,
+    run_in_one_process,
     table,
 )
 
-pytestmark = [pytest.mark.shared_world, pytest.mark.kernel]
+pytestmark = pytest.mark.shared_world
 
 CASES: dict[str, list[Step]] = {
     "attributes of a class that each side changes": [
@@ -492,8 +492,9 @@ def test_definitions_are_as_in_a_plain_kernel(program: Run, name: str) -> None:
     program((CASES | BOTH | REFUSED)[name])
 
 
+@pytest.mark.unit
 @table(CASES)
-def test_values_are_the_same_on_ranks_alone(program: Run, name: str) -> None:
-    """A program gives equal values if every cell runs on the ranks."""
+def test_values_are_those_of_a_plain_kernel(name: str) -> None:
+    """A program gives equal values if one process runs it, without a notebook."""
     assert is_plain(CASES[name])
-    program(on_ranks(CASES[name]))
+    run_in_one_process(CASES[name])

@@ -13,6 +13,7 @@ from tests.objects import programs
 from tests.objects.programs import Run, gives, here, hinting, ranks
 
 pytestmark = [pytest.mark.shared_world, pytest.mark.kernel]
+NEW_WORKERS = True
 
 COMMAND = re.compile(r"`(%dist_[^`]+)`")
 LINKED = "optimizer.param_groups[0]['params'][0] is model.weight"

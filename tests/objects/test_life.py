@@ -8,6 +8,7 @@ from tests.notebook.front_end import Notebook
 from tests.objects.programs import Run, gives, here, hinting, ranks
 
 pytestmark = [pytest.mark.shared_world, pytest.mark.kernel]
+NEW_WORKERS = True
 
 COUNT = """
 import gc

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.objects.programs import (
@@ -14,10 +16,11 @@ from tests.objects.programs import (
     is_plain,
     on_ranks,
     ranks,
+    run_in_one_process,
     table,
 )
 
-pytestmark = [pytest.mark.shared_world, pytest.mark.kernel]
+pytestmark = pytest.mark.shared_world
 
 MODEL = "model = net(); optimizer = sgd(model)"
 """Trained by `train` in steps of five, the loss is 0.605, 0.004, 0.0."""
@@ -449,14 +452,30 @@ NOTEBOOK_STARTS_OVER: dict[str, list[Step]] = {
 }
 
 
+WITH_WRAPPERS = {
+    name: steps
+    for name, steps in CASES.items()
+    if any(re.search("DDP|torch.distributed", step.source) for step in steps)
+}
+"""Programs that need a process group."""
+
+
 @table({**CASES, **NOTEBOOK_STARTS_OVER})
 def test_training_is_as_in_a_plain_kernel(program: Run, name: str) -> None:
     """The ranks have the values and the links that one plain kernel would have."""
     program({**CASES, **NOTEBOOK_STARTS_OVER}[name])
 
 
-@table(CASES)
+@pytest.mark.unit
+@table({name: steps for name, steps in CASES.items() if name not in WITH_WRAPPERS})
+def test_values_are_those_of_a_plain_kernel(name: str) -> None:
+    """A program gives equal values if one process runs it, without a notebook."""
+    assert is_plain(CASES[name])
+    run_in_one_process(CASES[name])
+
+
+@table(WITH_WRAPPERS)
 def test_values_are_the_same_on_ranks_alone(program: Run, name: str) -> None:
-    """A program gives equal values if every cell runs on the ranks."""
+    """A program that needs a process group gives equal values if every cell runs on the ranks."""
     assert is_plain(CASES[name])
     program(on_ranks(CASES[name]))
