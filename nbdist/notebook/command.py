@@ -48,7 +48,7 @@ from nbdist.notebook.pool import Pool, Pools
 from nbdist.topology import parse_ranks
 from nbdist.wire.messages import RequestBody
 from nbdist.wire.work import OpCall
-from nbdist.words import in_pool, one_line
+from nbdist.words import in_pool, name_ranks, one_line
 from nbdist.world.recovery import healing_text
 from nbdist.world.result import raised
 from nbdist.world.states import WorldState
@@ -403,6 +403,9 @@ def _stopped(stop: KeyboardInterrupt, world: World | None) -> KeyboardInterrupt:
         return Interrupted((), outcome=recovery)
     if world.state is WorldState.BROKEN:
         return Interrupted((), outcome=healing_text(world.session, range(world.size)))
+    if busy := world.session.unfinished:  # with a job, which this Stop has not interrupted
+        run = "runs" if len(busy) == 1 else "run"
+        return Interrupted((), outcome=f"{name_ranks(busy)} still {run} another cell")
     return Interrupted(range(world.size) if world.state.has_workers else ())
 
 

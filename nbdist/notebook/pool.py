@@ -165,7 +165,9 @@ class Pool:
         Raises:
             UsageError: the running world has other options.
         """
-        on = parse_ranks(ranks, self.world.size) if ranks and self.jobs and self.world else None
+        on = None
+        if ranks and self.world is not None and self._is_active():
+            on = parse_ranks(ranks, self.world.size)
         if (world := self.heal_world(display, on)) is not None:
             check_same(world, options)
             world.session.on_failure = options.on_failure or world.session.on_failure
@@ -219,7 +221,14 @@ class Pool:
         if running.unfinished:
             ranks = name_ranks(running.unfinished)
             display.show_status(f"waiting for {ranks} to leave the stopped cell …")
-        damage = world.session.wait_for_stop(among)
+        try:
+            damage = world.session.wait_for_stop(among)
+        except KeyboardInterrupt:
+            verb = "was" if len(running.unfinished) == 1 else "were"
+            again = f"{name_ranks(running.unfinished)} {verb} interrupted again"
+            raise Interrupted((), f"this cell has not run; {again}") from None
+        if running.unfinished:  # not `submit`, which would wait once more
+            raise running.not_stopped
         self.past_cells.add_to_display(running.transcript, running.pop_outputs())
         if damage:
             display.add_note(f"the stopped cell: {damage}")

@@ -201,7 +201,8 @@ class Session(Workers):
         """Return a task that Stop has left before the task's end, and that ranks of `ranks` run.
 
         A broken group can only be healed once all ranks have ended such tasks: then any such task
-        is returned, as without `ranks`.  None if there is no such task.
+        is returned, as without `ranks`.  A task that all its ranks have ended since is returned
+        whatever the `ranks`, as only its completion is left.  None if there is no such task.
         """
         if ranks is None or self.is_broken:
             ranks = self.everyone
@@ -210,7 +211,7 @@ class Session(Workers):
             # A job has a caller that waits for the job's end, also after Stop.
             is_job = run.patience.control_timeout is None
             is_left = run.is_stopping and not run.is_over and not is_job
-            if is_left and not {*run.task.ranks}.isdisjoint(ranks):
+            if is_left and not (run.unfinished and {*run.unfinished}.isdisjoint(ranks)):
                 return run
         return None
 

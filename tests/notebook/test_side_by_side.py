@@ -295,3 +295,24 @@ def test_collectives_of_other_cells_go_on(four: Notebook, end: Path, how: str) -
     assert before is False
     assert four.value("dict(a.result(20).items())") == {0: True, 1: True}
     assert four.run("%%distributed\ndist.barrier(group=right if rank > 1 else left)").errors == []
+
+
+def test_cells_run_beside_a_rank_that_has_not_stopped(four: Notebook, end: Path) -> None:
+    """A rank that ignores Stop keeps no other rank from running cells and jobs."""
+    stubborn = (
+        f"import os, time\nprint('begun')\nwhile rank == 1 and not os.path.exists({str(end)!r}):\n"
+    )
+    stubborn += "    try: time.sleep(0.01)\n    except KeyboardInterrupt: pass"
+    stuck = four.run(f"%%distributed -r 1-3\n{stubborn}", four.stop_at("begun"))
+    assert stuck.error.startswith("RanksNotStopped: rank 1 has not stopped yet")
+    waits = "leave the stopped cell"
+    beside = four.run("%%distributed -r 2\nprint('beside', rank)")
+    assert "beside 2" in beside.seen
+    assert four.run("%%distributed -r 0 --no-wait -o a\nrank + 7").errors == []
+    assert four.value("dict(a.result().items())") == {0: 7}
+    assert waits not in "".join(beside.drawn)
+    stopped = four.run("%%distributed -r 1\nnever = 1", four.stop_at(waits))
+    said = "KeyboardInterrupt: Stopped. This cell has not run; rank 1 was interrupted again."
+    assert stopped.error == said
+    end.touch()
+    assert four.run("%%distributed\n'never' in globals()").errors == []
