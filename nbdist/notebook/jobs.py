@@ -209,8 +209,8 @@ class Job:
             job.add_done_callback(lambda job: print(job.exception() or job.result()[0]))
 
         The function is called once, on the notebook's main thread: in the cell that waits for the
-        job, or between cells, when its output appears under the job's cell.  An exception of the
-        function is logged, and changes nothing else.
+        job; or between cells or beside another distributed cell, when its output appears under the
+        job's cell.  An exception of the function is logged, and changes nothing else.
         """
         self._callbacks.append(function)
         if not self.has_ended:
@@ -384,6 +384,7 @@ class CellPlace:
             yield
             return
         before = self._shell.get_parent()
+        sys.stdout.flush()  # text of a cell that runs now belongs below that cell
         self._shell.set_parent(self._parent)
         try:
             yield

@@ -555,9 +555,12 @@ class Pool:
         if self._is_stepping_jobs or not self._jobs:
             return
         self._is_stepping_jobs = True
+        # Widgets of a job are new displays, which belong below the job's cell.  Programs that run
+        # notebooks drop output for other cells than the running one.
+        in_its_cell = is_attended(self.shell)
         try:
             for job in self.jobs:
-                job.step()
+                job.step(in_its_cell=in_its_cell)
         finally:
             self._is_stepping_jobs = False
 

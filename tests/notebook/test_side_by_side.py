@@ -316,3 +316,18 @@ def test_cells_run_beside_a_rank_that_has_not_stopped(four: Notebook, end: Path)
     assert stopped.error == said
     end.touch()
     assert four.run("%%distributed\n'never' in globals()").errors == []
+
+
+def test_widgets_of_a_job_are_below_the_cell_of_the_job(four: Notebook, tmp_path: Path) -> None:
+    """A widget that a job shows while another cell runs does not appear below that cell."""
+    ends = {name: tmp_path / name for name in "ab"}
+    begin(four, "0", ends["a"], "import ipywidgets\ndisplay(ipywidgets.IntProgress())")
+    four.run(
+        f"import pathlib\na.add_done_callback(lambda _: pathlib.Path({str(ends['b'])!r}).touch())"
+    )
+    first = f"print('own', rank)\nopen({str(ends['a'])!r}, 'w').close()\n"
+    ran = four.run(f"%%distributed -r 1\n{first}{WAITS.format(file=str(ends['b']))}")
+    assert ran.errors == []
+    assert "own 1" in ran.seen
+    assert done(four) is True
+    assert "IntProgress" not in ran.seen
