@@ -501,7 +501,7 @@ def healing_text(workers: Workers, dead: Iterable[int]) -> str:
     """
     if workers.is_broken:
         if busy := workers.unfinished:
-            return _deferred_text(dead, busy)
+            return _deferred_text(workers, dead, busy)
         if not workers.problem:
             return "`%dist_restart` restarts all workers; their variables are lost."
         text = str(broken_error(workers))
@@ -525,14 +525,20 @@ def healing_text(workers: Workers, dead: Iterable[int]) -> str:
     return f"{text}{_others_text(workers, ranks)}.{workers.setup.problem}"
 
 
-def _deferred_text(dead: Iterable[int], busy: Collection[int]) -> str:
-    """Say when dead ranks are replaced if other ranks, which are `busy`, run another task."""
-    dead = {*dead}
+def _deferred_text(workers: Workers, dead: Iterable[int], busy: Collection[int]) -> str:
+    """Say what is done about dead ranks once other ranks, `busy`, have ended another task."""
+    dead, have = {*dead}, "has" if len(busy) == 1 else "have"
+    then = f"once {name_ranks(busy)} {have} ended another cell"
+    are_all = any(not died.by_restart for died in workers.dead.values())
+    if are_all and workers.on_failure == "stop":
+        return f"All workers are ended (`--on-failure stop`) {then}."
+    if are_all and workers.on_failure == "restart-all":
+        policy = "`--on-failure restart-all`"
+        return f"All workers are restarted ({policy}), and their variables are lost, {then}."
     verb, theirs = ("is", "its") if len(dead) == 1 else ("are", "their")
-    have = "has" if len(busy) == 1 else "have"
     return (
-        f"{name_ranks(dead)} {verb} replaced, and {theirs} variables are gone, once "
-        f"{name_ranks(busy)} {have} ended another cell; other ranks are unaffected."
+        f"{name_ranks(dead)} {verb} replaced, and {theirs} variables are gone, {then}; "
+        "other ranks are unaffected."
     )
 
 

@@ -331,3 +331,27 @@ def test_widgets_of_a_job_are_below_the_cell_of_the_job(four: Notebook, tmp_path
     assert "own 1" in ran.seen
     assert done(four) is True
     assert "IntProgress" not in ran.seen
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        ("stop", "All workers are ended (`--on-failure stop`) once rank 0 has ended another cell."),
+        (
+            "restart-all",
+            "All workers are restarted (`--on-failure restart-all`), and their variables are lost, "
+            "once rank 0 has ended another cell.",
+        ),
+    ],
+)
+def test_an_error_says_what_the_policy_will_do(
+    notebook: Notebook, end: Path, policy: str, says: str
+) -> None:
+    """After a death beside a job, the error says that all workers will be ended or restarted."""
+    assert notebook.run(f"%dist_init -n 4 --on-failure {policy}").errors == []
+    begin(notebook, "0", end)
+    killed = notebook.run("%%distributed -r 1-3\nimport os\nif rank == 2: os._exit(3)")
+    end.touch()
+    assert notebook.value("dict(a.result().items())") == {0: 0}
+    assert notebook.run("%dist_init -n 4 --on-failure heal").errors == []
+    assert killed.error.endswith(f" into the cell. {says}")
