@@ -229,7 +229,7 @@ class RanksNotStopped(UsageError):
             kept = f", and may have to be ended, with {their} variables"
         super().__init__(
             f"{name_ranks(ranks)} {verb} not stopped yet{f' ({doing})' if doing else ''}"
-            f"{kept}. The next cell waits for {them}; `%dist_interrupt` presses Stop again"
+            f"{kept}. The next cell there waits for {them}; `%dist_interrupt` presses Stop again"
             f"{f', which may end {them}' if is_safe else ''}, and "
             f"`%dist_restart -r {format_ranks(ranks)}` restarts {them}."
         )

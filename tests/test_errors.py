@@ -78,19 +78,20 @@ EVERY_ERROR = [
     ),
     (
         errors.WorldBusy([2], 3),
-        "rank 2 is still running an earlier cell or call (3.0 s). Wait for it: a world runs one "
-        "cell or call at a time. `%dist_interrupt`, or `world.interrupt()` in Python, stops it.",
+        "rank 2 is still running an earlier cell or call (3.0 s). Wait for it: a rank runs one "
+        "cell or call at a time, and the process group can only be formed again while no rank runs "
+        "any. `%dist_interrupt`, or `world.interrupt()` in Python, stops it.",
     ),
     (
         errors.RanksNotStopped([0, 1], is_safe=True),
         "ranks 0-1 have not stopped yet; no variables were lost. The "
-        "next cell waits for them; `%dist_interrupt` presses Stop again, which may end them, "
+        "next cell there waits for them; `%dist_interrupt` presses Stop again, which may end them, "
         "and `%dist_restart -r 0-1` restarts them.",
     ),
     (
         errors.RanksNotStopped([2], "it sorts"),
         "rank 2 has not stopped yet (it sorts), and may have to be ended, with its variables. "
-        "The next cell waits for it; `%dist_interrupt` presses Stop again, and "
+        "The next cell there waits for it; `%dist_interrupt` presses Stop again, and "
         "`%dist_restart -r 2` restarts it.",
     ),
     (errors.Interrupted([0, 1, 3]), "Stopped on ranks 0-1,3. No variables were lost."),

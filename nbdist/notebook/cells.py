@@ -109,11 +109,16 @@ def prepare(
     return world.session.task(work, ranks=on, execution_count=count, key=key, keeps=keeps), world
 
 
-def run_steps(steps: Generator[Any, Any, R | BaseException]) -> R:
-    """Run a generator to its end; return its result, or raise a result that is an error."""
+def run_steps(
+    steps: Generator[Any, Any, R | BaseException], take: Callable[[Any], object] = lambda _: None
+) -> R:
+    """Run a generator to its end; return its result, or raise a result that is an error.
+
+    `take` gets what the generator yields.
+    """
     while True:
         try:
-            next(steps)
+            take(next(steps))
         except StopIteration as end:
             outcome: R | BaseException = end.value
             break

@@ -547,7 +547,8 @@ def stop_text(workers: Workers, killed: Iterable[int]) -> str:
     ranks = tuple(killed)
     text = f"{name_ranks(ranks)} ignored Stop"
     if workers.is_broken or workers.last_policy != "heal":
-        return f"{text}. {healing_text(workers, ranks)}"
+        healing = healing_text(workers, ranks)
+        return f"{text}. {healing[0].upper()}{healing[1:]}"
     text += " and was restarted" if len(ranks) == 1 else " and were restarted"
     if lost := workers.names.lacking_text(ranks):
         text += f"; variables lost: {lost}"

@@ -355,3 +355,32 @@ def test_an_error_says_what_the_policy_will_do(
     assert notebook.value("dict(a.result().items())") == {0: 0}
     assert notebook.run("%dist_init -n 4 --on-failure heal").errors == []
     assert killed.error.endswith(f" into the cell. {says}")
+
+
+def test_a_failed_cell_keeps_its_own_result(four: Notebook, end: Path) -> None:
+    """A job's callback sends another cell meanwhile; `-o` has the values of the failed cell."""
+    begin(four, "0", end)
+    send = "get_ipython().run_cell_magic('distributed', '-r 0', 'other = 9\\nother')"
+    assert four.run(f"a.add_done_callback(lambda job: {send})").errors == []
+    cell = f"import pathlib, time\npathlib.Path({str(end)!r}).touch()\ntime.sleep(1)\n"
+    failed = four.run(f"%%distributed -r 1-2 -o b\n{cell}if rank == 2: raise ValueError\nrank")
+    assert len(failed.errors) == 1
+    assert four.run("%dist_gather other -r 0").errors == []
+    assert four.value("other") == 9
+    assert four.value("dict(b.items())") == {1: 1}
+
+
+def test_a_watched_cell_runs_beside_a_job(four: Notebook, end: Path) -> None:
+    """`--watch` compares the cell's ranks alone, and does not wait for a job on another rank."""
+    begin(four, "0", end)
+    train = "m.weight.grad = torch.ones_like(m.weight)\nopt.step()"
+    model = "m = torch.nn.Linear(1, 1)\nopt = torch.optim.SGD(m.parameters(), lr=1.0)"
+    assert (
+        four.run(f"%%distributed -r 1-3\nimport torch\ntorch.manual_seed(0)\n{model}").errors == []
+    )
+    ran = four.run(f"%%distributed -r 1-3 --watch m --every 1\n{train}")
+    assert ran.errors == []
+    assert "watch: " in ran.seen
+    assert done(four) is False
+    end.touch()
+    assert four.value("dict(a.result().items())") == {0: 0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from argparse import SUPPRESS
+from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
 from difflib import get_close_matches
@@ -75,11 +76,13 @@ def send(line: MagicCall, steps: CellSteps) -> None:
         _bind(line, name, job)
     raised = _run_here(line, running) if here else None
     if not options.no_wait:
+        # The last attempt; `pool.last` may be a cell that a callback of a job has sent meanwhile.
+        attempts = deque([running], maxlen=1)
         try:
-            _bind(line, name, run_steps(steps))
+            _bind(line, name, run_steps(steps, attempts.append))
         except NbdistError:
-            if pool.last and pool.world:
-                _bind(line, name, result_of(pool, pool.world, pool.last))
+            if pool.world:
+                _bind(line, name, result_of(pool, pool.world, attempts[0]))
             raise
     if raised is not None:
         raise LocalCellError(raised, len(running.task.ranks))

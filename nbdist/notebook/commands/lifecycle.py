@@ -86,7 +86,8 @@ def dist_interrupt(line: MagicCall) -> str:
         if run.unfinished and (chosen is None or not chosen.isdisjoint(run.unfinished))
     ]
     if jobs or pool.world is None or not others:
-        return "; ".join(ends) or "no cell is running on the workers"
+        where = "the workers" if chosen is None else name_ranks(chosen)
+        return "; ".join(ends) or f"no cell is running on {where}"
     running = others[-1]
     recovery.interrupt(pool.world.session, running)
     run_steps(follow_steps(pool, pool.world, running, pool.display()))
