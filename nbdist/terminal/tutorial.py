@@ -20,6 +20,7 @@ QUICKSTART_PACKAGES = {
     "jupyterlab": "jupyterlab",
     "sklearn": "scikit-learn",
     "matplotlib": "matplotlib",
+    "tqdm": "tqdm",
 }
 """Modules that the quickstart needs, and the packages that have them: the extra `notebooks`."""
 

@@ -81,6 +81,7 @@ NEEDS = (
     Needs("ProcessGroup", "_set_group_name _set_group_desc group_name group_desc"),
     Needs("ProcessGroupGloo", "create_device create_default_device options"),
     Needs("ProcessGroupGloo", "_set_sequence_number_for_group name"),
+    Needs("ProcessGroupGloo", "_get_sequence_number_for_group"),
     Needs("ProcessGroupGloo", HEALING, since=(2, 14)),
     Needs("ProcessGroupGloo._Options()", "_devices _threads _timeout"),
     Needs("ProcessGroupGloo._Options()", "enable_reconfigure", since=(2, 14)),
