@@ -1,6 +1,7 @@
-"""The agent of one machine starts and ends its workers, and passes messages on to them.
+"""The agent, which starts and ends the workers of one machine, and passes messages on to them.
 
-This file connects the parts of the agent's process: links, worker processes, outbox, interrupts.
+`nbdist.agent.__main__` runs an `Agent` in the agent's process.  This file connects the parts of
+that process: the link to the notebook or head, worker processes, outbox and interrupts.
 """
 
 from __future__ import annotations
@@ -125,7 +126,10 @@ class Agent:
         self._link.send(message)
 
     def _emit(self, rank: int, task_id: str, output: Output) -> None:
-        """Queue an output of a rank for the notebook."""
+        """Pass an output of a rank to the task's supervision, and queue it for the notebook.
+
+        Supervision runs in the head if there is a head, and in this process otherwise.
+        """
         if self._notebook is not None:
             self._notebook.observe(rank, task_id, output)
         elif self._head and (fact := fact_of(output)):  # with a head, the head supervises
@@ -200,7 +204,7 @@ class Agent:
             self._workers.all[rank].run(run)
 
     def _spare(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Let Stop kill none of these ranks until it is pressed again; return the live ranks."""
+        """Keep Stop from killing these ranks until Stop is pressed again; return those alive."""
         spared = [worker for worker in self._workers.alive(ranks) if not worker.is_killed]
         self._step_stops.spare(spared)
         return tuple(worker.rank for worker in spared)

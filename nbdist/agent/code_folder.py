@@ -1,7 +1,8 @@
-"""This node's copy of the notebook's folder (`--sync-code`), which the notebook keeps up to date.
+"""This node's copy of the notebook's folder, which exists with the option `--sync-code`.
 
-The copy keeps its path while the agent lives.  The copy is the workers' working directory: workers
-import modules from there, and find there the files that earlier cells have written.
+Runs in the agent, which gets the files from `nbdist.world.code_sync` in the notebook.  The copy is
+the workers' working directory: workers import modules from there, and find there the files that
+earlier cells have written.  The copy keeps its path while the agent is running.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ log = logging.getLogger("nbdist.agent")
 CODE_FOLDER_PREFIX = "nbdist-code-"
 
 FILES, LIST, NEW_FILE = "code", "files", "new"
-"""Names in the folder that `CodeFolder` makes: of the copy of the notebook's folder, of the list of
-files that were sent and are to be removed later, and of the file that is being written."""
+"""Names in the folder that `CodeFolder` makes.
+
+`code` is the copy of the notebook's folder, `files` lists the files that the notebook sent, which
+are removed at the end, and `new` is a file that is being written."""
 
 MADE_BY_PYTHON = "__pycache__"
 
@@ -49,7 +52,7 @@ class CodeFolder:
         self._sent = frozenset[str]()
 
     def answer(self, request: GetCode | PutCode) -> CodeHeld:
-        """Carry out the request; return whether the code is here, or why unpacking failed."""
+        """Carry out the request; return whether this node has the code, or why unpacking failed."""
         host = socket.gethostname()
         match request:
             case GetCode(_, mark) if self.path is None and mark and mark == Landmark.of(mark.path):
@@ -95,7 +98,7 @@ class CodeFolder:
             self._claim = folders.claim(folder)
             self.path = folder / FILES
             folders.make_private(self.path)
-        # Written first, so that the guard can remove the files of the list if the agent is killed.
+        # The list is written before the files: if the agent is killed, the guard can remove them.
         with folders.whole_file(self.path.parent / LIST, folders.PRIVATE_FILE) as listing:
             listing.write(b"\0".join(map(os.fsencode, self._sent.union(files))))
         for path in self._sent.difference(files):
@@ -107,7 +110,10 @@ class CodeFolder:
 
 
 def remove(folder: Path) -> list[str]:
-    """Remove the sent files, and the folder if only bytecode is left; return other files' paths."""
+    """Remove the files that the notebook sent, and the folder if only bytecode is left.
+
+    Returns the paths of all other files, which cells have written.
+    """
     code = folder / FILES
     with suppress(OSError):
         for path in (folder / LIST).read_bytes().split(b"\0"):
@@ -117,7 +123,7 @@ def remove(folder: Path) -> list[str]:
     kept = sorted(str(path) for path in relative if MADE_BY_PYTHON not in path.parts)
     if not kept:
         folders.remove(folder)
-    else:  # without these files no agent removes the folder: the rest is the user's
+    else:  # without a lock file no agent removes the folder later: it has the user's files
         for name in (LIST, NEW_FILE, folders.LOCK_FILE):
             (folder / name).unlink(missing_ok=True)
     return kept
@@ -148,12 +154,18 @@ def _files_of(archive: bytes | bytearray) -> Mapping[str, tuple[bytes, int]]:
 
 
 def _is_below(folder: Path, file: Path) -> bool:
-    """Return True if no folder between the two is a symbolic link, which user code could make."""
+    """Return True if no folder between `folder` and `file` is a symbolic link.
+
+    Cells could make such links, and writing or removing files must not follow them.
+    """
     return file.parent.resolve() == folder.resolve() / file.parent.relative_to(folder)
 
 
 def _replace(folder: Path, path: str, content: bytes, mode: int) -> None:
-    """Write a changed file atomically, because a worker may be reading the file."""
+    """Write a file, unless its content and mode are the same already.
+
+    The file is replaced atomically, because a worker may be reading it.
+    """
     file = folder / path
     if not _is_below(folder, file):
         raise OSError(f"{path!r} was refused: it leads out of the folder")
@@ -167,7 +179,10 @@ def _replace(folder: Path, path: str, content: bytes, mode: int) -> None:
 
 
 def _unlink(folder: Path, path: str) -> None:
-    """Remove a sent file, unless a link leads there, and folders in `folder` that become empty."""
+    """Remove a file that was sent, and the folders inside `folder` that become empty.
+
+    Does nothing if a folder of the path is a symbolic link, which could lead elsewhere.
+    """
     file = folder / path
     if not _is_below(folder, file):
         return

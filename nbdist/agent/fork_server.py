@@ -37,9 +37,10 @@ if TYPE_CHECKING:
 def start_guarded(
     runtime: Path, notebook_pid: int | None, *, fork_server: bool, grace: float = 0.0
 ) -> tuple[Guard, ForkServerProcess | None]:
-    """Fork a guard above this process (`fork_below_guard`); start a fork server if `fork_server`.
+    """Fork this process (`fork_below_guard`), and start a fork server if `fork_server`.
 
-    Returns in the child of the guard.  Exits with a message if a process cannot be started.
+    The parent becomes the guard.  The function returns in the child, which goes on as agent or
+    head.  Exits with a message if a process cannot be started.
     """
     raise_file_limit()
     try:
@@ -50,9 +51,10 @@ def start_guarded(
 
 
 def _clean_up_after_kill(last_word: bytes) -> None:
-    """Tell the head, if there is one, that the agent was killed; remove dead agents' code folders.
+    """Report to the head, if there is one, that the agent was killed; remove its code folder.
 
-    The guard calls this with everything that the agent has sent to the guard.
+    Code folders of other killed agents are removed, too.  The guard calls this function with all
+    bytes that the agent has sent to the guard; with a head they end with a line for the head.
     """
     # Imported here, because an agent imports next to nothing before it forks its guard.
     if last_word.endswith(b"\n"):
@@ -194,7 +196,9 @@ FIT_FOR_FORKS = {
     # which forked processes could not use any more.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-"""Variables that the fork server has besides the agent's; a worker gets its world's variables."""
+"""Environment variables that the fork server gets in addition, unless the agent has set them.
+
+A forked worker does not keep them: it gets the variables of its world."""
 
 
 def import_all() -> None:
@@ -264,8 +268,9 @@ class ForkServer:
     def _receive(self) -> list[Fork] | None:
         """Return requests that arrive within `TOGETHER` of each other; None if the agent exited.
 
-        The agent sends the requests of a world's ranks one after the other.  Together they need
-        only one intermediate process; a process for each would take 10 ms more a rank.
+        The agent sends the requests of a world's ranks one after the other.  Requests that are
+        returned together need only one intermediate process (`_fork_all`).  A process for each
+        request would take 10 ms more a rank.
         """
         requests: list[Fork] = []
         while True:
@@ -322,7 +327,7 @@ class ForkServer:
     def _become_leader(self, outputs: list[int], all_given: set[int]) -> None:
         """Make this fork the leader of a new session, and give it its own stdout and stderr."""
         gc.enable()
-        # The worker gets a process group of its own, to which the agent can send signals.
+        # The worker also leads a process group of Unix, to which the agent can send signals.
         os.setsid()
         self._agent.close()
         null = os.open(os.devnull, os.O_RDONLY)

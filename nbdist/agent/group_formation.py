@@ -30,9 +30,10 @@ class NodeWorkers(Protocol):
 
 
 class GroupFormation:
-    """Starts, heals and scales a world.  `parts` has the machines by the numbers of their nodes.
+    """Starts, heals and scales a world.
 
-    On one machine part 0 has all ranks, also the ranks of nodes that are only simulated.
+    `parts` maps the number of each node to its machine.  With `on_one_machine` the only entry is 0:
+    that machine has all ranks, also the ranks of nodes that are only simulated.
     """
 
     def __init__(self, parts: Mapping[int, NodeWorkers], *, on_one_machine: bool = False) -> None:
@@ -78,9 +79,9 @@ class GroupFormation:
     async def heal(self, spec: WorldSpec | None = None) -> Healed:
         """Start the ranks that have no live process, and form the group of all ranks again.
 
-        If a rank has no live process after a try, all is tried again, at most `HEAL_TRIES` times in
-        all.  A try starts and kills no worker if a machine does not say which ranks it has.  A
-        given `spec` replaces the world's spec.
+        If a rank has no live process after an attempt, another attempt is made, up to `HEAL_TRIES`
+        attempts.  If a machine does not answer which ranks it has, no worker is started or killed.
+        A given `spec` replaces the world's spec.
         """
         self.spec = spec or self.spec
         assert self.spec is not None
@@ -124,10 +125,9 @@ class GroupFormation:
         self._logs = {became[rank]: folder for rank, folder in self._logs.items()}
 
     async def _form_anew(self, spec: WorldSpec) -> tuple[str, bool]:
-        """Form the group of all ranks again.
+        """Form the group of all ranks again; return what prevented that, or "", and if it is final.
 
-        Returns what prevented that, or "", and False if another attempt may succeed, because a rank
-        has no live process.
+        It is not final if a rank has no live process, because another attempt starts that rank.
         """
         by_node = self._ranks_on(spec)
         answers = await self._ask(dict.fromkeys(by_node, part.GetHeld()))
@@ -160,7 +160,10 @@ class GroupFormation:
     def _ranks_on(
         self, spec: WorldSpec, ranks: Iterable[int] | None = None
     ) -> dict[int, tuple[int, ...]]:
-        """Return, by part, all ranks of the world, or those of `ranks` that the world has."""
+        """Return the ranks on each machine, by its number in `parts`: all, or those in `ranks`.
+
+        Ranks that the world does not have are left out.
+        """
         nodes = nodes_of(spec)
         if self._on_one_machine:
             nodes = dict.fromkeys(nodes, 0)
@@ -204,7 +207,7 @@ class GroupFormation:
 
 
 def nodes_of(spec: WorldSpec) -> dict[int, int]:
-    """Return the number of each rank's node; 0 for all ranks of a world without slots."""
+    """Return the number of each rank's node, by rank; 0 if the world's spec names no nodes."""
     return dict(enumerate(spec.nodes))
 
 
@@ -218,10 +221,11 @@ def group_by_node(ranks: Iterable[int], node_of: Mapping[int, int]) -> dict[int,
 
 
 def groups_to_keep(groups: Mapping[int, HeldGroups | None], world_size: int) -> part.Groups | None:
-    """Return the groups to reconnect, with their ranks: all groups that survivors have; pure.
+    """Return the ranks of each group that a survivor has, by the group's name; pure.
 
-    Returns None, because no group can be kept, if a survivor's default group has another size, or
-    has the survivor as another rank.  A survivor without an answer (None in `groups`) is left out.
+    The groups in the result are reconnected.  Returns None, because no group can be kept, if a
+    survivor's default group has another size, or has the survivor as another rank.  A survivor
+    without an answer (None in `groups`) is left out.
     """
     answered = {rank: each for rank, each in groups.items() if each is not None}
     if any((each.rank, each.world_size) != (rank, world_size) for rank, each in answered.items()):

@@ -16,8 +16,8 @@ from operator import attrgetter
 
 from nbdist.wire.places import LOCATED_TIMEOUT, RankPosition
 
-FIRST_LOCATE_DELAY = LOCATE_INTERVAL = 1.0  # seconds from the start, or an answer, to a request
-SOON, FAST_SECONDS = 0.1, 2.0  # seconds between requests after `poll_fast`, and for how long
+FIRST_LOCATE_DELAY = LOCATE_INTERVAL = 1.0  # seconds before the first, and between two requests
+SOON, FAST_SECONDS = 0.1, 2.0  # seconds between fast requests, and until they are slow again
 UNCHANGED = 3.0  # seconds without a change before a rank with active gloo threads counts as stuck
 ALL_UNCHANGED = 1.0  # seconds without a change before ranks count as stuck if all ranks wait
 
@@ -30,9 +30,11 @@ noticed that yet, Pair::signalException skips the messages that could not be wri
 
 
 class HangDetector:
-    """The last two places of a task's unfinished ranks, and when to locate the ranks again.
+    """Where in their code a task's unfinished ranks were, the last two times; decides if they hang.
 
-    Times are monotonic seconds.
+    It also says when the ranks must be located again.  A rank's place (`RankPosition`) is its line,
+    the collective in which it waits, and facts that show whether the wait goes on.  Times are
+    monotonic seconds.
     """
 
     def __init__(self, started: float, hang_timeout: float) -> None:
@@ -79,8 +81,8 @@ class HangDetector:
             if rank not in self._since or not _is_same(place, self._before.get(rank)):
                 self._since[rank] = now
         is_fast = self._fast_since is not None and now - self._fast_since < FAST_SECONDS
-        # If all ranks began to wait a moment ago, locate the ranks once more, soon: that can show
-        # already that the ranks are deadlocked.
+        # If all ranks began to wait a moment ago, locate them once more soon: if their places are
+        # the same then, that can show already that the ranks are deadlocked.
         all_wait = bool(places) and all(place.operation for place in places.values())
         is_new = all_wait and now - max(self._since.values()) < FAST_SECONDS
         self._was_soon = is_fast or (is_new and not self._was_soon)
@@ -105,12 +107,13 @@ class HangDetector:
     ) -> bool:
         """Return True if all ranks of the world wait for each other for ever.
 
-        `ranks` are all ranks, and with `is_known` their calls are known not to match.  Without
-        `is_known`, no place may have changed for `ALL_UNCHANGED` seconds, and no rank may have
-        another thread or a GPU that could end its wait.  `runs_ahead` is as in `Rules`.
+        `ranks` are all ranks.  `is_known` means that their calls are known not to match.  Without
+        `is_known`, the result is True only if no place has changed for `ALL_UNCHANGED` seconds, and
+        no rank has another thread or a GPU that could end its wait.  `runs_ahead` is True with
+        nccl, with which a rank can finish a task before its collectives complete (`Rules`).
         """
         ranks = tuple(ranks)
-        # With nccl no rank is ever seen to be calm, so the time has to decide.
+        # With nccl `is_calm` is never True, so the time without a change has to decide.
         unchanged = ALL_UNCHANGED if is_known and runs_ahead else math.inf
         if not self.is_deadlocked(ranks, now, unchanged):
             return False
@@ -123,12 +126,13 @@ class HangDetector:
         if place is None or not place.operation or not _is_same(place, before):
             return False
         assert before is not None
-        # A calm place is enough, now or before: gloo's threads wake up at times without a reason.
+        # One of the last two places with idle gloo threads (`is_calm`) is enough, because gloo's
+        # threads wake up at times without a reason.
         is_calm = place.is_calm or before.is_calm
         return is_calm or now - self._since[rank] >= unchanged
 
     def unwakeable_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Return the ranks that wait, with idle gloo threads, after `UNWAKEABLE_ABORTS` aborts."""
+        """Return the ranks that still wait, with idle gloo threads, after `UNWAKEABLE_ABORTS`."""
 
         def is_one(rank: int) -> bool:
             place, (before, times) = self.places.get(rank), self._aborts.get(rank, (None, 0))
@@ -139,9 +143,10 @@ class HangDetector:
         return tuple(filter(is_one, ranks))
 
     def record_abort(self, now: float) -> None:
-        """Count an abort for the place of each rank, and forget all places.
+        """Record that the collectives of all ranks are being aborted.
 
-        The ranks are located again soon, to see which of them still wait.
+        Counts the abort for each rank in its present place, and forgets the places.  The ranks are
+        located again soon, to see which of them still wait.
         """
         before, self._aborts = self._aborts, {}
         for rank, place in self.places.items():

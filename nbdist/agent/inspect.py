@@ -1,7 +1,7 @@
 """Where in their code the workers of a machine are, and the memory and GPUs that they use.
 
 Runs in the agent, which uses this file to answer `%dist_status`, `world.stacks`, completions and
-`nbdist mcp`.  The place of a worker that does not answer is read from the worker's memory.
+`nbdist mcp`.  If a worker does not answer where it is, the agent reads the worker's memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ NO_CELL_LINE = "no line of the cell runs: variables are being received or sent"
 
 
 async def stack_of(worker: Worker) -> Stack:
-    """Return a running worker's place and calls, from its memory if the worker does not answer."""
+    """Return where a worker is, with its stack; read its memory if the worker does not answer.
+
+    For a worker that is starting or dead, only the state is returned.
+    """
     state = worker.state
     if state in ("starting", "dead"):
         return Stack(worker.rank, worker.pid, state, RankPosition())
@@ -126,7 +129,7 @@ async def _status_of(worker: Worker) -> WorkerStatus:
         with _Turn(worker, STATUS_TIMEOUT) as turn:
             answer = await _last_collective(worker)
         place = await _place_of_silent(worker, turn) if answer is None else RankPosition()
-        if place.holds_gil:  # the worker may only have been slow, waiting for a disk or a lock
+        if place.holds_gil:  # ask again: the worker may have been slow, such as by its disk
             answer = await _last_collective(worker, BRIEF_SAMPLE_TIMEOUT)
         if answer is not None:  # an answer shows that C code does not hold the GIL
             place = RankPosition(is_stopped=is_stopped(worker.pid))
@@ -145,7 +148,10 @@ async def _status_of(worker: Worker) -> WorkerStatus:
 async def _ask(
     worker: Worker, request: control.ControlRequest, timeout: float
 ) -> control.ControlReply | None:
-    """Return the answer, a `RankPosition` if the process is stopped, or None without an answer."""
+    """Return the answer, or None without an answer.
+
+    If a signal has stopped the process, which therefore cannot answer, a `RankPosition` says so.
+    """
     if not is_stopped(worker.pid):
         answer = await worker.ask(request, timeout)
         if answer is not None or not is_stopped(worker.pid):
@@ -156,9 +162,9 @@ async def _ask(
 async def place_from_outside(
     worker: Worker, timeout: float
 ) -> tuple[RankPosition, list[StackFrame]]:
-    """Return the place and frames of a rank that cannot answer, as read from its memory.
+    """Return where a rank is that cannot answer, and its stack, as read from its memory.
 
-    The frames begin with the innermost; there are none if the memory cannot be read.
+    The stack's frames begin with the innermost; there are none if the memory cannot be read.
     """
     task = worker.task
     frames = frames_of(await worker.stacks.sample(worker.pid, timeout), task)
@@ -219,7 +225,7 @@ class _Turn:
         self._clocks = [OwnTime(self._pid), OwnTime(os.getpid())]
 
     def judge(self, place: RankPosition) -> RankPosition:
-        """Return a silent rank's place, with `holds_gil` only if the rank had time to answer."""
+        """Return a silent rank's `place`; keep its `holds_gil` only if it had time to answer."""
         if not (place.holds_gil and self._clocks):
             return replace(place, holds_gil=False)
         waited = sum(sum(clock.waits()) for clock in self._clocks)
@@ -294,7 +300,7 @@ class MemoryGauge:
         last = self._last_count(pid)
         with suppress(psutil.Error):  # the process has exited
             memory = psutil.Process(pid).memory_info()
-            if private := int(memory.rss - memory.shared):  # pages of no file and no shared memory
+            if private := int(memory.rss - memory.shared):  # without files and shared memory
                 return last.pss + max(private - last.private, -last.pss)
         return 0
 

@@ -1,7 +1,8 @@
-"""Stop sends SIGINT to ranks and aborts their collectives; a rank that is stuck is killed.
+"""Interrupts ranks when the user presses Stop: by SIGINT, by aborts of collectives, or by a kill.
 
-Runs in the agent; `StepStops` decides when a rank is interrupted.  Own seconds are a rank's own
-time (`OwnTime`), so that a rank which is slow on a busy machine does not count as stuck.
+Only a rank that is stuck is killed.  Runs in the agent, where `StepStops` decides when a rank is
+interrupted.  *Own seconds* are a rank's own time (`OwnTime`), so that a rank which is slow on a
+busy machine does not count as stuck.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ ABORT_EVERY = 0.4  # seconds between aborts of all collectives
 STORE_GRACE = 0.2  # own seconds until a wait in a store of user code is ended
 
 IGNORES_GRACE = 2.0
-"""Own seconds after which a rank is stuck that ignores SIGINT, or whose collective no abort ends.
+"""Own seconds after which a rank counts as stuck, if it ignores SIGINT or no abort ends its wait.
 
 The same holds for a rank that still runs its code after Stop was pressed a second time."""
 
@@ -45,7 +46,7 @@ C_GRACE = 2.5
 
 Nearly always C code needs less.  The notebook has control within 5 s after Stop."""
 
-MAX_FUTILE_ABORTS = 3  # aborts, answered by all ranks, before a rank that waits on may be stuck
+MAX_FUTILE_ABORTS = 3  # aborts that all ranks answer, before a rank that still waits may be stuck
 ASLEEP, WAKES = 0.05, 20
 """A thread counts as asleep if it has run for fewer seconds, and has been woken fewer times.
 
@@ -60,7 +61,7 @@ class InterruptedRank:
     own_seconds: float  # of the rank, since Stop last interrupted the rank
     ignores: bool = False  # the process ignores SIGINT
     again: bool = False  # Stop was pressed again
-    is_asleep: bool = False  # the main thread has hardly run since
+    is_asleep: bool = False  # the main thread has hardly run since the interrupt
     aborts: int = 0  # how often the rank's present collective was aborted in vain
     aborted_for: float = 0.0  # own seconds since the first of these aborts
     is_spared: bool = False  # the notebook has asked not to kill the rank
@@ -90,8 +91,8 @@ def is_stuck(sight: InterruptedRank) -> bool:
 def has_missed_stop(sight: InterruptedRank) -> bool:
     """Return True if a rank still sleeps in its code, as if SIGINT had not reached it; pure.
 
-    Python prints and drops exceptions of finalizers and callbacks, KeyboardInterrupt too.  Of a
-    rank that does not answer nobody knows if it cleans up, so it does not count.
+    Python prints and drops exceptions of finalizers and callbacks, also KeyboardInterrupt.  A rank
+    that does not answer is left out, because it may be cleaning up.
     """
     place = sight.place
     is_unknown = place.holds_gil or place.is_stopped
@@ -100,9 +101,9 @@ def has_missed_stop(sight: InterruptedRank) -> bool:
 
 
 def may_wait_in_store(sight: InterruptedRank) -> bool:
-    """Return True if a rank may wait in a store of user code; pure.
+    """Return True if a rank may wait in a torch store that user code has made; pure.
 
-    Such a rank is in C code, so Python has not handled the SIGINT.
+    Such a wait is C code without a collective, during which Python does not handle SIGINT.
     """
     place = sight.place
     is_known = place.operation or place.holds_gil or place.is_stopped
@@ -117,7 +118,7 @@ class _Stopped:
         self.rank = rank
         self.task_id = task_id
         self._again = self.is_spared = self._is_reminded = False
-        self._drops = 0  # dropped KeyboardInterrupts after which the rank was reminded
+        self._drops = 0  # how many KeyboardInterrupts Python had dropped, as last seen
         self._aborts = 0
         self._aborted_at = 0.0
         self._place = RankPosition()
@@ -139,7 +140,7 @@ class _Stopped:
 
     @property
     def waiting_place(self) -> RankPosition | None:
-        """The rank's place while the rank waits in a collective; None at other times."""
+        """Where the rank waits in a collective; None if it does not wait in one."""
         return self._place if self._place.operation and not self.is_over else None
 
     @property
@@ -152,7 +153,7 @@ class _Stopped:
         return self._place.holds_gil and self._is_asleep and not self.is_over
 
     def record_place(self, place: RankPosition) -> InterruptedRank:
-        """Record the place where the rank is now, and return the state of the rank."""
+        """Record where in its code the rank is now, and return the state of the rank."""
         before, self._place = self._place, place
         seconds = self._own_time.seconds()
         if (place.operation, place.counts) != (before.operation, before.counts):
@@ -174,8 +175,8 @@ class _Stopped:
     def must_remind(self, sight: InterruptedRank) -> bool:
         """Return True if the rank must get SIGINT once more; the caller sends it.
 
-        That is after each KeyboardInterrupt that Python has dropped, and once if the rank does not
-        know of such a drop and sleeps.
+        This is so after each KeyboardInterrupt that the rank reports as dropped by Python.  A rank
+        that reports none, but sleeps in its code, gets one more SIGINT in all.
         """
         place = sight.place
         is_running = place.is_in_code and not place.is_cleaning_up
@@ -195,8 +196,8 @@ class Interrupter:
     """Interrupts ranks, and watches each rank until the rank has left its task or has exited.
 
     `abort` aborts the collectives of all ranks except those that run other tasks than the given
-    ones, and returns whether all ranks have answered.  `report` is called before each abort, with
-    the places of the ranks that are known to wait in a collective.
+    ones, and returns whether all ranks have answered.  `report` is called before each abort:
+    it gets the `RankPosition` of each rank that is known to wait in a collective.
     """
 
     def __init__(
@@ -289,7 +290,7 @@ class Interrupter:
 
 
 async def _place_of(rank: Worker) -> RankPosition:
-    """Return the place of the rank, as read from its memory if the rank does not answer."""
+    """Return where in its code the rank is; read its memory if the rank does not answer."""
     place = await rank.locate()
     if not place.holds_gil or place.is_stopped:
         return place

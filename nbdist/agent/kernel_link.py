@@ -60,9 +60,9 @@ ENDING = "`%dist_shutdown` ends all workers."
 class KernelMessage(NamedTuple):
     """A Jupyter message of a worker.
 
-    `number` is the number of the message's mark in the worker's stdout, 0 without a mark.  `extras`
-    is what nbdist's worker has added to the metadata, such as the time of an error; `metadata` has
-    the other entries.
+    A mark in the worker's stdout shows before which text a message belongs; `number` is the number
+    of this mark, 0 without a mark.  `extras` has the metadata that nbdist's worker has added, such
+    as the time of an error; `metadata` has all other metadata.
     """
 
     kind: str
@@ -84,7 +84,7 @@ def message_from(session: Session, frames: list[bytes]) -> KernelMessage | None:
         raw = session.deserialize(session.feed_identities(frames)[1], content=False)
         metadata = {**raw["metadata"]}
         extras = metadata.pop("nbdist", {})
-        # Without content the message still has its number, for which later output waits.
+        # Return a message whose content is unusable, too: later output waits for its number.
         content = _unpack_content(session, raw["content"])
         is_too_deep = content is None or is_deeper(metadata, MAX_LEVELS)
         return KernelMessage(
@@ -183,7 +183,7 @@ def _output(
 def _tracked(content: Mapping[str, Any]) -> events.Tracked:
     curves = {name: tuple(map(float, each)) for name, each in content["curves"].items()}
     for name, flat in curves.items():
-        name.encode()  # ValueError for a name that no page could show
+        name.encode()  # raises ValueError for lone surrogates, which no page can show
         if len(flat) % events.OF_POINT or not all(map(math.isfinite, flat)):
             raise ValueError("points are no numbers")
         steps, *_, odd = (flat[at :: events.OF_POINT] for at in range(events.OF_POINT))
@@ -199,7 +199,10 @@ def _tracked(content: Mapping[str, Any]) -> events.Tracked:
 
 
 def _bundles(content: Mapping[str, Any]) -> tuple[events.MimeBundle, events.MimeBundle]:
-    """Return data by mime type, and metadata; texts and images become strings or lists of them."""
+    """Return data by mime type, and metadata.
+
+    The data of texts and images becomes a string, or stays a list of strings.
+    """
     data: dict[str, Any] = {**content["data"]}
     for mime, value in data.items():
         lines = value if isinstance(value, list) else [value]
@@ -305,7 +308,7 @@ class FrameConnection(asyncio.Protocol):
 class KernelClient:
     """The connections to a worker's kernel.
 
-    `on_output` gets the number of each numbered iopub message and its output, None if it has none.
+    `on_output` gets the number of each numbered iopub message, and the message's output or None.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ from nbdist.wire.store import MAX_STORE_BYTES
 
 log = logging.getLogger("nbdist.agent")
 
-MAX_QUERY_CONNECTIONS = 16  # connections at a time with one kind of question, or with no question
+MAX_QUERY_CONNECTIONS = 16  # connections with the same kind of question, or none yet, at a time
 LINE_TIMEOUT = 10.0  # seconds for a question to arrive, and for its answer to be read
 MAX_STORE_CONNECTIONS = 4096  # connections at a time to the store; a rank has one for each thread
 CONNECTION_READ_SIZE = 1 << 18
@@ -123,7 +123,9 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 
 
 class Listener(Door):
-    """Answers a question for each connection, at most `MAX_QUERY_CONNECTIONS` of a kind at a time.
+    """Answers one question on each connection.
+
+    At most `MAX_QUERY_CONNECTIONS` connections with the same kind of question are open at a time.
 
     `add_ranks` adds the state of the ranks to the world's description; `read` fetches stacks, logs
     and secrets.  An agent of a world on several machines has no `link` and answers only `Describe`

@@ -49,7 +49,8 @@ log = logging.getLogger("nbdist.agent")
 
 NOTEBOOK_LINK_LINGER = 500  # milliseconds to deliver queued messages after `close`
 CHANGE_TIMEOUT, CHANGE_STEP = 20.0, 0.05
-"""Seconds that an attaching notebook waits while workers start or heal, and between two checks."""
+"""Seconds: how long an attaching notebook waits while workers start or heal, and how long the
+agent waits between two checks whether they are done."""
 LAST_WORDS = 0.1  # seconds for the last messages of a notebook that has ended to arrive
 FIRST_LINE = 200  # characters of a task's title in `WorldInfo`
 
@@ -60,12 +61,13 @@ class NotebookLink:
     A world with the `detach` option keeps running if the notebook ends.  Such a world's output is
     recorded (`WorldRecord`), and replayed to the next notebook that attaches (`Listener`).
 
-    `on_message` gets messages of the notebook.  `shut_down` is called on SIGTERM, if the notebook
-    ends without `detach`, or if a detached world has no workers or, by `has_machines`, no machines.
+    `on_message` gets the messages of the notebook.  `shut_down` is called on SIGTERM, and if the
+    notebook ends and the world does not have `detach`.  While the world is detached, `shut_down` is
+    called if it has no workers, or if `has_machines` says that it has no machines.
     """
 
     problem = ""
-    """Always empty: the end of a notebook is no error.  `HeadLink.problem` can have a reason."""
+    """Always empty, since the end of a notebook is no error; `HeadLink.problem` can be a reason."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ from nbdist.wire.messages import Outputs, RankOutput
 # --- the backlog ------------------------------------------------------------------------------
 
 TEXT_KEPT = 4 << 20  # characters of pending text per rank; older text is only in the log file
-SHOWN_KEPT = 64 << 20  # characters of all other pending output; older figures are dropped
+SHOWN_KEPT = 64 << 20  # characters of all ranks' pending output that is no text
 OF_ITEM = 1000  # characters added to the size of each output: many small outputs take time, too
 
 JOINED_AT_MOST = 1 << 16  # characters; a text of this length is not extended by later text
@@ -66,7 +66,11 @@ class Backlog:
         return tuple((rank, *each) for rank, items in self._queues.items() for each in items)
 
     def add(self, rank: int, cell_id: str, output: Output) -> None:
-        """Add an output, in place of its display's pending update; at a limit drop the oldest."""
+        """Append an output, then drop the oldest outputs if a limit is exceeded.
+
+        An update of a display replaces a pending update of the same display.  A text is joined to
+        a text before it of the same cell and stream, unless that one is long.
+        """
         queue = self._queues[rank]
         if isinstance(output, DisplayUpdate):
             self._drop_pending_update(queue, output.display_id)
@@ -112,7 +116,7 @@ class Backlog:
                     self._text_size[rank] -= len(output.text)
                 else:
                     self._other_size -= size_of(output)
-            if remaining := queue[count:]:  # to the end of the dict, after the other ranks
+            if remaining := queue[count:]:  # moved to the end: all other ranks come first
                 self._queues[rank] = remaining
         return batch
 
@@ -183,7 +187,7 @@ def _append(queue: list[tuple[str, Output]], cell_id: str, output: Output) -> No
 
 # --- sending ----------------------------------------------------------------------------------
 
-BATCH_SECONDS = 0.02  # how long an output that is not urgent waits for others
+BATCH_SECONDS = 0.02  # seconds that an output waits, to be sent in one batch with others
 BATCHES_UNDER_WAY = 4  # unacknowledged batches; with so many, outputs wait in the backlog
 ENOUGH_IN_A_BATCH = 8 << 20  # characters; larger batches would delay the answer to Stop behind them
 
@@ -197,7 +201,7 @@ class Outbox:
     def __init__(self, send: Callable[[Outputs], None]) -> None:
         self._send = send
         self._backlog = Backlog()
-        self._running: dict[int, str] = {}  # by rank: its task
+        self._running: dict[int, str] = {}  # by rank: the task that it runs
         self._in_flight = 0
         self._must_trim = False
         self._timer: asyncio.TimerHandle | None = None

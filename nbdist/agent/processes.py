@@ -87,11 +87,11 @@ class Children:
 
     def _reap(self) -> None:
         self.before_reap()
-        with suppress(ChildProcessError):  # raised without children
+        with suppress(ChildProcessError):  # raised if this process has no children
             while child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 pid = child.si_pid
                 if on_exit := self._expected.pop(pid, None):
-                    # The child is reaped later: until then no other group can have its number.
+                    # Kill before the child is reaped: after that, another group may get its number.
                     kill_group(pid)
                     kill_adopted(pid)
                 exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -185,8 +185,10 @@ class Spawner:
 
 
 def command_of(spec: WorldSpec, path: str | None) -> list[str]:
-    """Return the command line of a spawned worker; a wrapper (`--wrap`) is killed with the agent.
+    """Return the command line of a spawned worker, with a wrapper if the world has `--wrap`.
 
+    `nbdist.system.processes` then runs first as a script, and lets the system kill the wrapper when
+    the agent ends.
     Raises FileNotFoundError if the wrapper is not in `path`.
     """
     if not spec.wrap:
@@ -306,7 +308,7 @@ class Forker:
         timeout = FORK_SERVER_IMPORT_TIMEOUT if start.world.for_training else FORK_TIMEOUT
         try:
             await self._wait(forked, timeout, lambda: number in self._pending)
-        except asyncio.CancelledError:  # the caller's time is over
+        except asyncio.CancelledError:  # the caller has given up, so nobody else kills the worker
             if forked.done() and forked.exception() is None:
                 forked.result().kill()
             raise
@@ -335,7 +337,7 @@ class Forker:
         timer.cancel()
 
     def _kill(self, server: fork_server.ForkServerProcess) -> None:
-        if server.popen.returncode is None:  # set after `Children` has reaped the process
+        if server.popen.returncode is None:  # not reaped yet, so the pid is still its own
             os.kill(server.popen.pid, signal.SIGKILL)
 
     def _listen(self, server: fork_server.ForkServerProcess) -> None:

@@ -1,8 +1,8 @@
 """The Python stack of a worker that cannot answer, because C code holds its GIL or it has crashed.
 
-If C code holds the GIL, the agent reads the calls from the worker's memory.  Unlike signals and
-debuggers, that does not disturb the worker.  Before a crash ends the worker, faulthandler writes
-the calls to a file (`nbdist.worker.probe`).
+Runs in the agent.  A *call* here is a frame of the stack.  If C code holds the GIL, the agent reads
+the calls from the worker's memory.  Unlike signals and debuggers, that does not disturb the worker.
+Before a crash ends the worker, faulthandler writes the calls to a file (`nbdist.worker.probe`).
 
 py-spy 0.4.3 was tried instead.  If py-spy does not stop the process, 134 of 200 readings mix two
 stacks.  If py-spy stops the process, epoll_wait in C code fails with EINTR.
@@ -34,7 +34,7 @@ from nbdist.wire.work import Task
 T = TypeVar("T")
 
 FrameInfo = tuple[str, int, str]
-"""File, line and function."""
+"""A call on the stack: its file, line and function."""
 
 READ_EVERY = 0.005  # seconds between two attempts to read the calls
 
@@ -62,7 +62,11 @@ CELL_RUNNER_FILES = (
 
 
 class StackFile:
-    """A worker's file that says where in memory the calls are, and has the calls after a crash."""
+    """A file that the worker writes, by which the agent finds the worker's calls.
+
+    The first line says at which addresses of the worker's memory the calls are.  If the worker has
+    crashed, the calls that faulthandler wrote follow.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -98,7 +102,7 @@ class StackFile:
 
     def crash_text(self, exit_code: int, task: Task | None) -> str:
         """Return the Python stack that a crashed worker has left; "" if there is none."""
-        # The file may also have the crash of a child process, before that of the worker.
+        # Read only the last crash: the file may have a crash of a child process before it.
         _, start, dump = self._read().rpartition(CRASH)
         if exit_code not in CRASHES or not start:
             return ""
@@ -141,7 +145,11 @@ def frames_of(calls: tuple[FrameInfo, ...], task: Task | None) -> list[StackFram
 
 
 def user_frames(frames: Iterable[StackFrame]) -> list[StackFrame]:
-    """Return the user's frames, outermost first: from the cell inwards, or inside a kernel's."""
+    """Return the frames of the user's code, outermost first.
+
+    They begin with the outermost cell.  Without a cell they are the frames of all calls inside the
+    innermost call of `CELL_RUNNER_FILES`.
+    """
     outwards = list(frames)
     cells = [index for index, frame in enumerate(outwards) if frame.is_cell]
     if cells:
@@ -169,12 +177,12 @@ def with_code(frames: Iterable[StackFrame]) -> tuple[StackFrame, ...]:
 # --- calls in the memory of a process -----------------------------------------------------------
 
 TYPE_OFFSET, SIZE_OFFSET, STATE_OFFSET, BYTES_OFFSET = 8, 16, 32, 32
-"""Offsets in objects: of the type, of the length of a string or bytes, of the kind of a string's
-letters (PyASCIIObject in unicodeobject.h), and of the first byte of bytes."""
+"""Offsets in objects of CPython: of the type, of the length of a string or bytes, of the kind of a
+string's letters (PyASCIIObject in unicodeobject.h), and of the first byte of bytes."""
 
-# `struct` codes of a string's letters, by the bytes of a letter.
+# The code of `struct` for a string's letters, by the number of bytes of a letter.
 LETTER_CODES = {1: "B", 2: "H", 4: "I"}
-MIN_C_OWNER = 3  # calls with a smaller owner run Python code; others stand for C code in between
+MIN_C_OWNER = 3  # a call whose `owner` is smaller runs Python code; others stand for C code
 MIN_EQUAL_READS, MAX_PAUSE_STEPS = 32, 1500
 """How many readings must agree, and the most steps of a loop that waits between two readings.
 
@@ -299,9 +307,12 @@ def _word(data: bytes, at: int) -> int:
 
 
 def line_at(table: bytes, first: int, unit: int) -> int:
-    """Return the line of an instruction, from the table of its code; 0 if it has no line."""
+    """Return the line of an instruction, from the line table of its code; 0 if it has no line.
+
+    `first` is the first line of the code, `unit` the index of the instruction in code units.
+    """
     line, end = first, 0
-    # Only the first byte of an entry has the highest bit.
+    # The highest bit is set only in the first byte of each entry.
     begins = [index for index, byte in enumerate(table) if byte & 128]
     for begin, after in pairwise([*begins, len(table)]):
         kind = table[begin] >> 3 & 15

@@ -103,7 +103,7 @@ class StepStops:
         self._all_ranks = all_ranks
         self._spawn = spawn
         self._pending: dict[Worker, str] = {}  # tasks that will stop at a step, by rank
-        self._spared: set[Worker] = set()  # pending ranks that are to be spared once interrupted
+        self._spared: set[Worker] = set()  # pending ranks that must not be killed when interrupted
 
     def stop(self, ranks: Collection[Worker]) -> None:
         """Stop ranks at a common step; at once on a second Stop, or if there is no such step."""
@@ -172,7 +172,7 @@ class StepStops:
         """Let ranks go on to this step; at the deadline or a death, interrupt the late ranks."""
         await _ask_all({rank: StopAtStep(task_id, step) for rank, task_id in busy.items()})
         while (remaining := self._remaining(busy)) and time.monotonic() < deadline:
-            if any(rank.state == "dead" for rank in busy):  # others may wait for the rank for ever
+            if any(rank.state == "dead" for rank in busy):  # other ranks may wait for it
                 break
             await asyncio.sleep(POLL_INTERVAL)
         answers = await _ask_all({rank: ReleaseSteps(busy[rank]) for rank in remaining})

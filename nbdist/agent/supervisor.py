@@ -46,7 +46,7 @@ The progress of a GPU is not visible, and nccl2 checks once a second which colle
 """
 
 LOCATE = "locate"
-"""The step of a supervisor that asks for the places of all ranks."""
+"""The step of a supervisor that asks all ranks where in their code they are."""
 
 OWN_REQUEST = 0
 """The id of requests of `Supervision`; nobody waits for the replies."""
@@ -55,16 +55,16 @@ OWN_REQUEST = 0
 class Supervisor:
     """The facts about a task, and the steps that they make necessary.  Times are monotonic seconds.
 
-    While the task runs, its ranks are located again and again.  If ranks wait in collectives that
-    cannot complete, because other ranks have finished or because the calls do not match,
-    collectives are aborted on all ranks, unless `Rules.aborts` is False.  After a death,
-    collectives are aborted, or the survivors are ended, at once and without such a proof.
+    While the task runs, the ranks of the world are located again and again.  If ranks of the task
+    wait in collectives that cannot complete, because other ranks have finished or because the calls
+    do not match, collectives are aborted, unless `Rules.aborts` is False.  After a death,
+    collectives are aborted, or the survivors are ended, at once, whether or not ranks wait.
     """
 
     def __init__(self, ranks: Collection[int], rules: Rules, now: float) -> None:
         self.unfinished = {*ranks}
         self.failed: set[int] = set()  # ranks that have failed or died
-        self.places: Mapping[int, RankPosition] = {}  # as `record_places` got them last
+        self.places: Mapping[int, RankPosition] = {}  # where ranks were when last located
         self._rules = rules
         self._started = now
         self._has_death = self._has_handled_death = False
@@ -72,7 +72,8 @@ class Supervisor:
         self._asking: set[int] = set()  # ranks that wait for input
         self._asking_since = now
         self._input_seconds = 0.0
-        # After the timeout: when the task is stopped, at the latest.  The ranks are located first.
+        # The latest time to stop a task that has timed out; None before the timeout.  The ranks are
+        # located before, so that the error can say where they were.
         self._stop_at: float | None = None
         self._ended: set[int] = set()  # ranks that no abort wakes, and that are being ended
         self._detector = HangDetector(now, rules.hang_timeout)
@@ -87,19 +88,22 @@ class Supervisor:
 
     @property
     def holds_stop(self) -> bool:
-        """Whether the first Stop interrupts no rank."""
+        """Whether the first Stop is only recorded and interrupts no rank."""
         return self._rules.holds_stop
 
     @property
     def waiting(self) -> Mapping[int, RankPosition]:
-        """The places of the unfinished ranks, as last located since the last abort."""
+        """Where in their code the unfinished ranks are, by rank.
+
+        The mapping is empty after an abort of collectives until the ranks are located again.
+        """
         places = self._detector.places
         return {rank: place for rank, place in places.items() if rank in self.unfinished}
 
     @property
     def unwakeable(self) -> tuple[int, ...]:
         """The ranks that still wait in a collective after several aborts; empty with nccl."""
-        # With nccl the agent of the rank handles such ranks.
+        # With nccl a rank that cannot abort answers so, and its agent kills it (`ask_or_kill`).
         if self._rules.runs_ahead:
             return ()
         return self._detector.unwakeable_ranks(sorted(self.unfinished))
@@ -107,7 +111,7 @@ class Supervisor:
     # --- facts ----------------------------------------------------------------------------
 
     def receive(self, rank: int, output: Output, now: float) -> None:
-        """Record an output of a rank in the task."""
+        """Update the facts from an output of a rank in the task."""
         match output:
             case InputRequest():
                 self._count_input(now)
@@ -140,11 +144,11 @@ class Supervisor:
         """Record that the ranks are interrupted: `Interrupter` aborts collectives from now on."""
         self._is_stopping = True
         self._count_input(now)
-        self._asking.clear()  # an answer would come too late
+        self._asking.clear()  # ranks get no input after Stop
         self._detector.poll_fast(now)
 
     def record_places(self, places: Mapping[int, RankPosition], now: float) -> None:
-        """Record the places of the ranks of the task, and of ranks that run no task."""
+        """Record where the ranks of the task are, and the ranks that run no task."""
         self.places = places
         waiting = {rank: place for rank, place in places.items() if rank in self.unfinished}
         in_flight = sum(place.in_flight for place in places.values())
@@ -175,7 +179,7 @@ class Supervisor:
                 self.has_timed_out = self._is_stopping = True
                 self._detector.poll_fast(now)
                 yield Decision.TIME_OUT
-        # Survivors without a connection to the dead rank would wait for each other for ever.
+        # Act at once: survivors without a connection to the dead rank do not notice its death.
         if self._has_death and not self._has_handled_death:
             self._has_handled_death = True
             if not self._rules.heals:
@@ -184,7 +188,8 @@ class Supervisor:
                 yield Decision.ABORT_FOR_DEAD
         if not self._is_watched:
             return
-        # Look often: ranks that have finished, or do not run the task, will join no collective.
+        # Look often: the ranks of the task may wait for ranks that have finished the task or do not
+        # run the task, and that will probably join no collective.
         if len(self.unfinished) < self._rules.size:
             self._detector.poll_fast(now)
         aborts = self._rules.aborts and not self._is_stopping
@@ -229,7 +234,7 @@ class Supervisor:
             return self._detector.is_dead_end(
                 self.unfinished, now, is_known=is_known, runs_ahead=ahead
             )
-        # A failed task gains nothing by a longer wait.
+        # If a rank has failed, the task fails anyway, so a shorter wait is enough.
         unchanged = GPU_UNCHANGED if self.failed and ahead else UNCHANGED
         if not self._detector.is_deadlocked(self.unfinished, now, unchanged):
             return False
@@ -288,7 +293,7 @@ class Supervision:
     # --- facts ----------------------------------------------------------------------------
 
     def observe(self, rank: int, task_id: str, output: Output) -> None:
-        """Take an output of a rank into account, before the output waits for the notebook."""
+        """Pass an output to its task's supervisor, before the output is queued for the notebook."""
         supervisor = self._supervisors.get(task_id)
         if supervisor is None or not isinstance(output, Done | Died | Failure | InputRequest):
             return
@@ -298,7 +303,7 @@ class Supervision:
         self._step_soon()
 
     def receive(self, message: Down) -> None:
-        """Take a message of the notebook into account."""
+        """Start to supervise a task that the notebook sends; record interrupts and input."""
         now = time.monotonic()
         match message:
             case RunTask() as run:
@@ -336,7 +341,7 @@ class Supervision:
         return set[int]().union(*(each.unfinished for each in others))
 
     def report(self, message: Up) -> None:
-        """Take a message to the notebook into account."""
+        """Record where ranks are, and aborts after Stop, from a message to the notebook."""
         now = time.monotonic()
         match message:
             case Located(places):
@@ -346,7 +351,7 @@ class Supervision:
                         {r: place for r, place in places.items() if r not in elsewhere}, now
                     )
                 self._step_soon()
-            case Aborted():  # by Stop
+            case Aborted():  # `Interrupter` aborts collectives after Stop
                 for each in self._supervisors.values():
                     if each.is_stopping:
                         each.record_abort(now)
@@ -389,9 +394,9 @@ class Supervision:
         earlier = self._decided.get((task_id, decision), decided)
         self._decided[task_id, decision] = replace(decided, waiting={**earlier.waiting, **waiting})
         self._send(decided)
-        # Collectives are aborted on all ranks of the task and on free ranks: only the rank that
-        # accepted a connection can close it, and a rank that is busy now must not wait later for a
-        # rank that was released.  Ranks that run another task keep their collectives.
+        # Abort on all ranks of the task and on ranks that run no task, not only on waiting ranks.
+        # Only the rank that accepted a connection can close it, and a rank that still computes must
+        # not wait later for a released rank.  Ranks that run another task keep their collectives.
         elsewhere = self._ranks_of_others(supervisor)
         aborted = tuple(rank for rank in self._ranks if rank not in elsewhere)
         match decision:

@@ -56,7 +56,9 @@ NO_CELL = "no cell is running that could read input"
 
 UNFIT = "this rank cannot take part in the group, so its process is restarted"
 COUNT_AFTER = 0.05
-"""Seconds into a task until OOM kills are counted, which takes 0.4 ms for each rank."""
+"""Seconds into a task until OOM kills are counted.
+
+A count takes 0.4 ms for each rank, by which short tasks are not to be delayed."""
 TOO_MUCH = re.compile(r"gloo/\S*pair\.cc:\d+\] op\.preamble\.length <= op\.nbytes")
 """The line that gloo writes when it aborts a rank that received more than its tensor holds."""
 
@@ -77,13 +79,13 @@ class Worker:
         self.start_info, self.source = start, source
         self.process: WorkerProcess | None = None
         self.task_id = ""  # of the running task
-        self._packed = b""  # the running task
+        self._packed = b""  # the running task, pickled
         # Id and optimizer steps of the last task that has ended; no steps if the task failed.
         self.finished: tuple[str, control.StepCount | None] = ("", None)
         self.log = WorkerLog(log_folder, start.world.log_limit)
         self.output = WorkerOutput(start.token, self.log, self._handle_item)
         self.stacks = StackFile(start.stack_file)
-        self.last_collective: asyncio.Task[Any] | None = None  # the last question, by `inspect`
+        self.last_collective: asyncio.Task[Any] | None = None  # asked by `inspect`
         self.input_requests: dict[int, InputRequest | ItemsWanted] = {}  # unanswered, by number
         self._emit = emit
         self._errors_sent: set[int] = set()  # the numbers of the task's error messages
@@ -188,7 +190,7 @@ class Worker:
     async def ask_or_kill(
         self, request: control.ControlRequest, timeout: float
     ) -> control.ControlReply | None:
-        """Ask as `ask`, but kill a worker which answers that only a new process can do this."""
+        """Ask as `ask`; kill the worker if it answers that it is unfit, and must be replaced."""
         answer = await self.ask(request, timeout)
         if isinstance(answer, control.Failed) and answer.unfit:
             await self.kill_unfit(answer.error)
@@ -207,7 +209,7 @@ class Worker:
         return any(isinstance(each, InputRequest) for each in self.input_requests.values())
 
     async def locate(self) -> RankPosition:
-        """Return the worker's place; without an answer, the worker counts as holding the GIL."""
+        """Return where the worker is; without an answer, it counts as holding the GIL."""
         place = await self.ask(control.LocateMainThread(), LOCATE_TIMEOUT)
         if not isinstance(place, RankPosition):
             place = RankPosition(holds_gil=True, is_stopped=is_stopped(self.pid))
@@ -236,7 +238,7 @@ class Worker:
         Called when the task was stopped, by SIGINT or at an optimizer step.
         """
         self._stopped_task = self.task_id
-        # KeyboardInterrupt only ends an `input` in the main thread; other threads would wait on.
+        # KeyboardInterrupt ends only an `input` in the main thread: answer other threads' inputs.
         for number in [*self.input_requests]:
             self.answer_input(InputReply(number))
 
@@ -286,7 +288,7 @@ class Worker:
         self.stacks.remove()
 
     def _count_oom_kills(self) -> None:
-        """Record the number of OOM kills so far, to explain a later death by a new one."""
+        """Record how many OOM kills there were so far; a later kill can explain a death."""
         self._oom_kills = OomKills(self.pid)
 
     def _process_exited(self, exited: asyncio.Future[int]) -> None:
@@ -371,7 +373,7 @@ class Worker:
             self._count_timer.cancel()
 
     def _forget_task(self) -> None:
-        for number in [*self.input_requests]:  # of threads that outlive the task
+        for number in [*self.input_requests]:  # requests of threads that outlive the task
             self.answer_input(InputReply(number, problem=NO_CELL))
         self.task_id, self._packed = "", b""
 

@@ -151,7 +151,8 @@ class WorkerGroup:
         self._rendezvous.begin_world(attempt)
         if self._run_folder:
             self._run_folder.close()
-        # Machines that share a home folder number their starts independently.
+        # Machines that share a home folder number their starts independently, so each machine has
+        # its own folder there.
         name = spec.name if spec.node is None else f"{spec.name}/{socket.gethostname()}"
         folder = spec.config.log_dir
         self._run_folder = RunFolder(Path(folder).expanduser(), name) if folder else None
@@ -319,9 +320,10 @@ def interface_of(address: str) -> str:
 
 
 def problem_in(starts: Iterable[str], answers: Iterable[control.ControlReply | None]) -> str:
-    """Return the reason why ranks could not form their groups, or ""; prefers a reached limit.
+    """Return why ranks could not form their groups, or "".
 
-    `starts` are the problems of new workers, `answers` the answers of survivors.
+    A reason that names a reached limit, such as of memory, comes before all others.  `starts` are
+    the problems of new workers, `answers` the answers of survivors.
     """
     problems = [*starts]
     for answer in answers:

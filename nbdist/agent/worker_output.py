@@ -1,8 +1,10 @@
 """A worker's text and messages, merged into one stream; and the worker's log files.
 
-Text comes through pipes, messages through sockets; marks in stdout show the places of messages.
-Runs in the agent; `Worker` uses this file.  The log files are ROOT/NAME/attempt_N/RANK/stdout.log
-and stderr.log, and older text is in stdout.log.1 and stderr.log.1.
+Runs in the agent; `Worker` uses this file.  Text comes through pipes, messages through sockets.
+Where a message belongs in the text, the worker writes a mark with its number to stdout.
+
+The log files are ROOT/NAME/attempt_N/RANK/stdout.log and stderr.log; older text is in stdout.log.1
+and stderr.log.1.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ MAX_LAST_LINES, MAX_LAST_LENGTH, MAX_LAST_LINE_LENGTH = 20, 4096, 400
 """Limits of `last_lines`, of the characters of each text kept for them, and of `last_line`."""
 
 LOST_AFTER = 5.0  # seconds after its mark until a message that has not arrived counts as lost
-MARK_READS = 16  # so many reads empty a pipe, so they find a mark that was written before
+MARK_READS = 16  # reads that empty even a full pipe, so a mark written before is found
 
 M = TypeVar("M")
 
@@ -84,7 +86,7 @@ class WorkerOutput:
         self._emit_ready()
 
     def place(self, message: work.TaskMessage) -> None:
-        """Add the end of a task, an input request or a `CatchUp`, at its place in the text.
+        """Add the end of a task, an input request or a `CatchUp`, after the text before its mark.
 
         The worker has written the message's mark to stdout before, so reading now finds the mark.
         If user code has closed stdout, the message is placed without a mark.
@@ -149,7 +151,7 @@ class WorkerOutput:
     def _emit_ready(self) -> None:
         for item in self._merger.pop_ready(time.monotonic()):
             self.emit(item)
-        if self._merger.queue and self._retry is None:  # the next message may be lost
+        if self._merger.queue and self._retry is None:  # retry: the next message may be lost
             self._retry = asyncio.get_running_loop().call_later(LOST_AFTER, self._emit_late)
 
     def _emit_late(self) -> None:
@@ -202,8 +204,8 @@ class Merger(Generic[M]):
     def __init__(self, token: str) -> None:
         self.up = self.ready = False
         self._pattern, self._cut_off = work.mark_pattern(token), work.cut_off_pattern(token)
-        self.queue: deque[Text | int] = deque()  # text, and the numbers of messages at their places
-        self._messages: dict[int, M] = {}  # arrived, by number
+        self.queue: deque[Text | int] = deque()  # text, and numbers of messages, in order
+        self._messages: dict[int, M] = {}  # messages that have arrived, by number
         self.placed = 0  # the last number whose place is known; a worker counts from 1
         self._awaited_since: dict[int, float] = {}  # when each number was queued
         self._last_arrival = 0.0  # when a message was last taken from the queue
@@ -236,7 +238,10 @@ class Merger(Generic[M]):
             self.queue.insert(next(places, len(self.queue)), Text("stderr", text))
 
     def receive_message(self, number: int, message: M, now: float) -> None:
-        """Add a numbered message, which waits for its mark unless it had counted as lost."""
+        """Add a numbered message, which waits until its mark is read.
+
+        A message that had counted as lost is placed at the end of the queue now.
+        """
         self._messages[number] = message
         if number <= self.placed and number not in self._awaited_since:
             self._add_place(number, now)

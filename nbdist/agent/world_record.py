@@ -46,7 +46,7 @@ class WorldRecord:
         self._other_outputs = Backlog()  # of ranks that had run none of `_tasks`
         self._lent: dict[str, set[int]] = {}  # by task: ranks whose values no notebook has released
         self._last: _TaskRecord | None = None
-        self._failed: _TaskRecord | None = None  # the last failed task but `_last`
+        self._failed: _TaskRecord | None = None  # the last failed task other than `_last`
 
     def __repr__(self) -> str:
         return f"<WorldRecord of {sorted(self.world.pids)}, {len(self._tasks)} tasks>"
@@ -165,7 +165,7 @@ class WorldRecord:
         self._other_outputs = Backlog()
 
     def _record_output(self, rank: int, task_id: str, output: Output) -> None:
-        # An output outside of a task comes after the newest task of the rank.
+        # An output outside of a task counts to the newest task of the rank, which it follows.
         tasks = [t for t in self._tasks.values() if rank in t.run.ranks and task_id in ("", t.id)]
         task = tasks[-1] if tasks else None
         if isinstance(output, Failure | Died) and (failed := task or self._last):
@@ -285,8 +285,7 @@ class _TaskRecord:
     began_ns: int = field(default_factory=time.time_ns)
     ended: dict[int, float] = field(default_factory=dict)  # by rank, on the monotonic clock
     backlog: Backlog = field(default_factory=Backlog)
-    # The places come from the last answer to `LocateMainThread`; `aborted` has the ranks that were
-    # released from a collective.
+    # Where ranks were when they were last located, and where ranks waited that were then released.
     places: Mapping[int, RankPosition] = field(default_factory=dict)
     aborted: dict[int, RankPosition] = field(default_factory=dict)
     troubles: dict[int, ReportedFailure] = field(default_factory=dict)
@@ -308,7 +307,7 @@ class _TaskRecord:
             self.ended[rank] = time.monotonic()
 
     def abort(self, ranks: tuple[int, ...]) -> None:
-        """Record the places of those `ranks` that wait in a collective, which is being aborted."""
+        """Record which of `ranks` wait in a collective that is being aborted, and where."""
         own = (rank for rank in ranks if rank in self.run.ranks)
         places = {rank: self.places.get(rank, RankPosition()) for rank in own}
         self.aborted.update((rank, place) for rank, place in places.items() if place.operation)
