@@ -158,7 +158,10 @@ def ask_all(
 
 
 def worlds(timeout: float = QUERY_TIMEOUT) -> list[RunningWorld]:
-    """Find this user's worlds here that have workers and answer in time, sorted by name."""
+    """List this user's worlds on this machine, sorted by name.
+
+    Worlds without workers, and worlds that do not answer in time, are left out.
+    """
     answering = ask_all(queries.Describe(), timeout)
     with_workers = [each for each in answering if each.info.name and each.info.workers]
     return sorted(with_workers, key=lambda each: (each.info.name, each.agent))

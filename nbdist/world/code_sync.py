@@ -1,7 +1,8 @@
 """Copies the code in the notebook's folder to nodes that do not share the folder: `--sync-code`.
 
-Before a cell is sent, on the session's thread, `CodeSync` lists the files.  If a file has changed,
-nodes get all files in one archive, unless they have an archive with the same digest.
+Runs in the notebook's process.  Before a cell is sent, `CodeSync` lists the files in the folder.
+If a file has changed, nodes get all files in one archive, unless they have an archive with the same
+digest (`nbdist.agent.code_folder`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from nbdist.words import size_text
 
 MAX_SYNC_BYTES = 64 << 20  # the most bytes of all files together
 MAX_SEARCHED_FILES = 50_000  # most files and folders to look at if git does not list the files
-FRESH = 2 * 10**9  # nanoseconds after a change in which another may leave a file's times equal
+FRESH = 2 * 10**9  # nanoseconds after a change in which a second change may leave the times
 NAMED = 3  # files that an error names
 BRING_TIMEOUT = 1200.0  # seconds; must exceed a head's time to send the files to its machines
 GIT_TIMEOUT = 10.0  # seconds for git to list the files
@@ -76,7 +77,7 @@ class CodeSync:
         try:
             os.stat(self.folder)  # raises if the folder was removed
             now, files = time.time_ns(), dict(_files_in(self.folder))
-            # A file that had just changed when it was sent may have changed again since.
+            # A file that had just changed when it was sent may have changed again, at equal times.
             is_fresh = any(abs(self._sent_at - each[0]) < FRESH for each in files.values())
             if files == self._sent_files and not (to_new or is_fresh):
                 return
@@ -117,8 +118,8 @@ def _too_large(stamps: Mapping[str, Stamp]) -> str:
 def _files_in(folder: Path, above: str = "") -> Iterator[tuple[str, Stamp]]:
     """Yield path and stamp of each file to send: what git lists, or without git Python files.
 
-    `QUIET` files are left out.  Each path begins with `above`.  A repository in the folder, such as
-    a submodule, is searched in the same way.
+    `QUIET` files are left out.  `above` is put in front of each path.  A repository in the folder,
+    such as a submodule, is searched in the same way.
     """
     paths = _known_to_git(folder)
     for path in sorted({*(_python_files(folder) if paths is None else paths)}):
@@ -135,7 +136,10 @@ def _files_in(folder: Path, above: str = "") -> Iterator[tuple[str, Stamp]]:
 
 
 def _known_to_git(folder: Path) -> list[str] | None:
-    """List files that git tracks or does not ignore; None if it fails, CodeNotSent if too slow."""
+    """List the files that git tracks or does not ignore.
+
+    Returns None if git fails.  Raises CodeNotSent if git takes too long.
+    """
     command = [*GIT, "ls-files", "-co", "--exclude-standard", "-z"]
     environ = {**os.environ, **GIT_ENVIRON}
     try:
@@ -164,7 +168,10 @@ def _python_files(folder: Path) -> Iterator[str]:
 
 
 def archive_of(folder: Path, paths: Iterable[str]) -> bytes:
-    """Return a tar archive of the files that exist, without times and owners; raises OSError."""
+    """Return a tar archive of the files that exist; raises OSError.
+
+    The archive has no times and owners, so that equal files give an equal digest.
+    """
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for path in paths:
@@ -191,9 +198,11 @@ LEFT_OUT = (
 def missing_text(
     message: str, host: str, folder: Path, path: Sequence[str], code: CodeSync | None
 ) -> str:
-    """Say where the notebook has what an error says `host` lacks, and what helps; or "".
+    """Say where the notebook has a module or file that is missing on `host`, and what helps.
 
-    `folder` is the notebook's folder, `path` its `sys.path`.  `code` is None without `--sync-code`.
+    `message` is the error of a rank on `host`.  Returns "" if the error is about no missing module
+    or file, or if nothing is known that helps.  `folder` is the notebook's folder, `path` its
+    `sys.path`.  `code` is None without `--sync-code`.
     """
     match = _MISSING_FILE.search(message)
     if match is None:

@@ -96,7 +96,7 @@ def why_aborted(
 ) -> str:
     """Say why the collectives of some ranks were aborted.
 
-    `aborted` has the places of these ranks, and `all_places` the places of all ranks at that time.
+    `aborted` says where these ranks waited, and `all_places` where all ranks were at that time.
     `ran` are the ranks of the task, and `failed` those that failed or have not finished.
     """
     finished = set(ran) - set(failed)
@@ -117,7 +117,7 @@ def why_aborted(
 def why_died(rank: int, died: Died, survivors: Mapping[int, RankPosition]) -> str:
     """Say that gloo ended a rank because a received tensor was too large; "" for other deaths.
 
-    The places of the `survivors` may show the collective and the sizes.
+    `survivors` says where the other ranks are, which may show the collective and the sizes.
     """
     if not died.received_too_much:
         return ""
@@ -207,8 +207,9 @@ def shorten_error(
 ) -> Failure:
     """Shorten torch's error about connections that an abort, or another rank, has closed.
 
-    After an abort in the place `aborted`: `Released: waited in all_reduce (cell line 7)`.
-    Without `aborted` the line comes from the traceback, and the reason from the ranks' `errors`.
+    After an abort `aborted` says where the rank waited, and the result is, for example,
+    `Released: waited in all_reduce (cell line 7)`.  Without `aborted` the line comes from the
+    traceback, and the reason from the `errors` of other ranks.
     """
     if aborted is not None:
         file, number, wait = aborted.file or "cell", aborted.line, f"in {aborted.operation}"
@@ -259,7 +260,7 @@ def _activity(place: RankPosition, source: str = "") -> str:
 
 
 def doing_of(ranks: Sequence[int], place: RankPosition, code: str) -> str:
-    """Write the activity of ranks in the same place: `waits in all_reduce, line 6`.
+    """Write the activity of ranks that are all in the same line: `waits in all_reduce, line 6`.
 
     `code` is the source text of the line in `place`.
     """
@@ -294,7 +295,7 @@ def group_stacks(stacks: Iterable[Stack]) -> list[Alike]:
 
 
 def stacks_text(groups: Iterable[Alike], who: Who = name_ranks) -> list[str]:
-    """Write the calls of alike ranks, below `── ranks 0-2 same · wait in all_reduce, line 7 ──`."""
+    """Write each group's stack below `── ranks 0-2 same · wait in all_reduce, line 7 ──`."""
     headed = ([f"── {each.named(who)} · {each.doing} ──", *each.lines] for each in groups)
     return [*chain.from_iterable(headed)]
 

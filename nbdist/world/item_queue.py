@@ -28,7 +28,9 @@ from nbdist.wire.work import MAX_ITEM_BYTES, InputReply
 from nbdist.words import size_text
 
 CHUNK_SECONDS = 0.05
-"""Seconds that the items of an answer should take: a request costs about a millisecond."""
+"""Seconds that a rank should need for the items of one answer to its request.
+
+A request costs about a millisecond, so answers with few short items would waste time."""
 
 CHUNK_BYTES = 4 << 20
 """After so many bytes an answer has no further items."""
@@ -37,7 +39,9 @@ GROWTH = 4
 """An answer has at most so many times the items of the rank's last answer."""
 
 CHUNKS_LEFT = 2
-"""An answer leaves enough items for so many more answers to each rank, so that all end together."""
+"""An answer leaves enough items for so many more answers to each rank.
+
+So no rank still has many items when the other ranks find none left."""
 
 MAX_TRIES = 2
 """How often an item is given to a rank: once more if the first rank died."""
@@ -60,7 +64,8 @@ class ItemQueue:
 
     `results` has the result of each item that has been done, by index.  `failures` has the rank and
     the outcome of each item for which the function raised.  `problem` is the exception of the
-    iterable `items`, or of an item that cannot be pickled: then no further items are handed out.
+    iterable `items`, of an item that cannot be pickled, or of a result that cannot be unpickled.
+    Once there is a problem, no further items are handed out.
     """
 
     def __init__(
@@ -71,7 +76,11 @@ class ItemQueue:
         returns_errors: bool,
         is_elsewhere: bool,
     ) -> None:
-        """If ranks may be on other machines (`is_elsewhere`), messages hold all items."""
+        """Make a queue; nothing is read from `items` yet.
+
+        If ranks may be on other machines (`is_elsewhere`), items are sent whole in messages:
+        those machines cannot open the shared memory of this one.
+        """
         self.ranks = 1  # the number of ranks among which the items are shared
         self.is_paused = False  # while True, ranks get no items and end their task
         self.total = _length_of(items)  # the number of items, None if it is not known
@@ -79,7 +88,7 @@ class ItemQueue:
         self.failures: dict[int, tuple[int, ItemOutcome]] = {}
         self.texts: dict[int, str] = {}  # of failed and lost items, for errors
         self.problem: Exception | None = None
-        self.has_ended = False  # no further items are handed out
+        self.has_ended = False  # if True, no further items are handed out
         self.deaths = 0  # how often an item was with a rank that died
         self.gave_up: dict[int, int] = {}  # by index: the rank that died last with the item
         self._returns_errors, self._is_elsewhere = returns_errors, is_elsewhere
@@ -118,7 +127,7 @@ class ItemQueue:
             return InputReply(request.number)
         if handed.items:  # the rank has sent big results early, and goes on with its other items
             return InputReply(request.number, "")
-        seconds = (now - handed.since) / max(1, handed.count)  # for an item
+        seconds = (now - handed.since) / max(1, handed.count)  # for each item of the last answer
         limit = max(1, min(int(CHUNK_SECONDS / max(seconds, 1e-6)), GROWTH * handed.count))
         handed.items, handed.since = dict(self._next(limit)), now
         handed.count = len(handed.items)
@@ -159,7 +168,7 @@ class ItemQueue:
         self._handed = {}
 
     def pop_new(self) -> Iterator[int]:
-        """Yield the indices of items that were done since the last call, the first done first."""
+        """Remove and yield the indices of items that are done, the first done first."""
         while self._unreported:
             yield self._unreported.pop(0)
 
@@ -250,7 +259,7 @@ def _length_of(items: Iterable[Any]) -> int | None:
     """Return the number of items; None if it is not known, as for `tqdm` around a generator."""
     try:
         return len(items) if isinstance(items, Sized) else None
-    except TypeError:  # `list` ignores it too
+    except TypeError:  # `list` ignores a TypeError of `__len__`, too
         return None
 
 

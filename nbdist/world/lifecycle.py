@@ -2,9 +2,9 @@
 
 Runs in the notebook's process, on the thread that made the world.  The functions act on `Workers`;
 `Session` has them as methods, and `nbdist.world.recovery` restarts or ends workers with them.
-What `%dist_restart`, `%dist_restart -r` and `%dist_scale` do is in `Session.restart`,
-`Session.replace` and `Session.scale`; only the first of them starts and ends workers with the
-functions here, the others let the agent form the group again (`nbdist.world.recovery.regroup`).
+`%dist_restart` calls `Session.restart`, which ends and starts workers with the functions here.
+`%dist_restart -r` and `%dist_scale` call `Session.replace` and `Session.scale`, which let the agent
+form the group again instead (`nbdist.world.recovery.regroup`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def starting(workers: Workers) -> Iterator[Starting]:
         # Other machines have come since the first call, and may not share the folder.
         if workers.code is not None and workers.is_elsewhere:
             yield from workers.code.send_changes(workers.link.calling, to_new=True)
-    except BaseException:  # Stop too: everything that has been started is ended
+    except BaseException:  # also after Stop, end everything that was started
         workers.advance(Event.START_FAILED)
         if leftovers := workers.close_link():
             log.warning("%s", leftovers)

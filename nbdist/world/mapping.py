@@ -64,7 +64,8 @@ class ItemMap:
         self._session, self._function = session, function
         self._ranks = ranks
         self._returns_errors = on_error == "return"
-        # Ranks also need the names of `__main__` that functions among the items, or classes, use.
+        # Items can be functions, or instances of classes, of `__main__`.  Ranks also need the names
+        # of `__main__` that these functions and classes use.
         functions: tuple[Any, ...] = ()
         if isinstance(items, list | tuple):
             kinds = {kind for kind in map(type, items) if kind.__module__ == "__main__"}
@@ -77,7 +78,7 @@ class ItemMap:
             returns_errors=self._returns_errors,
             is_elsewhere=session.is_elsewhere,
         )
-        self._errors: dict[int, BaseException] = {}  # by index, with `on_error="return"`
+        self._errors: dict[int, BaseException] = {}  # by index: why the item has no result
 
     def results(self) -> list[Any]:
         """Run the map to its end, and return the results in the order of the items."""
@@ -111,7 +112,7 @@ class ItemMap:
                 self._check(running, has_progress=queue.done + queue.deaths > count_before)
         except GeneratorExit:
             raise
-        except BaseException as error:  # KeyboardInterrupt after Stop too
+        except BaseException as error:  # also KeyboardInterrupt by Stop
             shown: BaseException = error
             if isinstance(error, StopIteration):  # a generator cannot raise StopIteration
                 shown = NbdistError(str(error))
@@ -163,7 +164,8 @@ class ItemMap:
     def _pop_done(self, running: TaskRun) -> Iterator[int]:
         """Yield the indices of items that were done since the last call.
 
-        While the caller has an index, no rank gets items: the caller may never come back.
+        While the caller has an index, ranks that ask for items get none and end their task, because
+        the caller may never ask for the next index.
         """
         queue = self._queue
         queue.lose(running.deaths)

@@ -1,7 +1,7 @@
 """A line in a terminal that shows progress and is drawn again and again.
 
-Runs in the notebook's process.  The start of workers, `World.run` and the panels of a terminal use
-`MovingLine`.
+Runs in the notebook's process.  The start of workers, `World.run`, `World.map` and the panels of a
+terminal use `MovingLine`.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class BoundByWorker:
 
     `import_path` is the path of an import, None if the task has not imported the name.  `identity`
     is of the object that the notebook had under the name at the time; None if the notebook has
-    assigned the name since.  `kind` tells modules, optimizers and tensors.  `was_sent` is True if
-    the notebook had sent the variable before.
+    assigned the name since.  `kind` says whether the object is a module, an optimizer, a tensor or
+    another object.  `was_sent` is True if the notebook had sent the variable before.
     """
 
     identity: Identity | None
@@ -102,8 +102,9 @@ class NameTable:
         """Names that the notebook may have assigned since this table was made."""
         self.in_functions: set[str] = set()
         """Names that functions and classes of cells on the ranks read when they are called."""
-        # Names of `in_functions` that a notice has named: the notebook's values are too big for a
-        # cell that does not use them, or cannot be sent.  Until they are assigned again.
+        # Names of `in_functions` about which the user has got a notice, until they are assigned
+        # again.  The notebook's value is too big to be sent with a cell that does not use the name
+        # itself (`too_big`), or cannot be sent (`failed`).
         self.too_big: set[str] = set()
         self.failed: set[str] = set()
 
@@ -182,10 +183,11 @@ class NameTable:
     def record_assigned(self, names: Iterable[str], surely: Container[str] = ()) -> None:
         """Record names that a cell of the notebook may have bound: they belong to the notebook now.
 
-        If the notebook still has the same object, and the object has an identity, the name counts
-        as bound only if it is in `surely`: the cell may be `if False: model = Net()`.  Variables
-        that were sent and that the notebook lacks now count too: the cell may have deleted them, as
-        by `%xdel` or `globals()`.
+        `surely` has the names that the cell certainly has bound.  Any other name does not count if
+        the notebook still has the same object under it, as after `if False: model = Net()`; a
+        number or short text always counts, because equal ones cannot be told apart.  Variables that
+        were sent and that the notebook lacks now count too: the cell may have deleted them, as by
+        `%xdel` or `globals()`.
         """
         self.objects.runs += 1
         for name in {*names, *self._deleted()}:
@@ -250,8 +252,8 @@ class NameTable:
         """Record that ranks are new processes.
 
         Each rank lacks the variables that tasks had bound there, those of its variables that ranks
-        have changed, and the names that the last task `made` on any rank.  `brought` has by rank
-        the names that were sent with that task: the rank may have had them too.
+        have changed, and the names that the tasks in which ranks died have `made` on any rank.
+        `brought` has by rank the names that were sent with these tasks: the rank may have had them.
         """
         kinds = {
             name: [entry.kind for entry in self._entries(name, BoundByWorker).values()]
@@ -291,9 +293,9 @@ class NameTable:
         }
 
     def copy_entries(self, ranks: Iterable[int], now: NameTable) -> None:
-        """Copy the entries of some ranks from `now`, of which this table is an earlier copy.
+        """Copy the entries of `ranks` from `now`, of which this table is an earlier copy.
 
-        The ranks were restarted since.
+        The ranks were restarted since this copy was made, so its entries for them are wrong.
         """
         for rank in ranks:
             self._ranks[rank] = dict(now._ranks.get(rank, {}))
@@ -341,7 +343,8 @@ class NameTable:
     def ranks_that_bound(self, name: str) -> frozenset[int]:
         """Return the ranks where a task has bound this name.
 
-        Unlike `ranks_that_own`, also if the notebook has bound the name since, without sending it.
+        Unlike in `ranks_that_own`, a rank counts also if the notebook has bound the name again
+        since, as long as the notebook has not sent it.
         """
         return frozenset(self._entries(name, BoundByWorker))
 
@@ -490,7 +493,10 @@ class NameTable:
         }
 
     def is_first_notice(self, name: str) -> bool:
-        """Return True at the first call since the notebook has bound the name; for notices."""
+        """Return True at the first call since the notebook has bound the name.
+
+        Callers use this to show a notice about a name only once.
+        """
         is_first = name not in self._noticed
         self._noticed.add(name)
         return is_first

@@ -1,6 +1,7 @@
-"""Prepares values for sending: which of their objects a rank lacks, and which have changed.
+"""Prepares values for sending: finds the objects that a rank lacks, and those that have changed.
 
-Runs in the notebook's process.  `nbdist.notebook.shipping` prepares the variables of a cell with
+A value *leads to* the objects to which it refers, directly or through other objects.  This file is
+used in the notebook's process: `nbdist.notebook.shipping` prepares the variables of a cell with
 `Outgoing`, and `nbdist.world.remote_call` the arguments of a call.
 """
 
@@ -54,7 +55,7 @@ class SendQuestion:
 
 
 class Outgoing:
-    """Compares the objects that values lead to with the states in which ranks were sent them.
+    """Compares the objects to which values lead with the states in which ranks were sent them.
 
         outgoing = Outgoing(objects, namespace, ranks)
         token = outgoing.scan_value(value)
@@ -82,7 +83,7 @@ class Outgoing:
         # By key the parts where the notebook has put a new object in place of an object that ranks
         # have changed.
         self.replaced_parts: dict[int, set[Token]] = {}
-        # Keys of objects that the notebook has changed and that have ended on a rank before.
+        # Keys of objects that a rank had dropped, and that the notebook has changed since.
         self.unreached: set[int] = set()
         self._dropped: dict[int, dict[Token, set[int]]] = {}
         self.forces = forces
@@ -100,7 +101,7 @@ class Outgoing:
             with without_cycles():
                 token = self.scan.token(value)
                 self.scan.run()
-        except BaseException:  # Stop too: half a scan cannot be continued
+        except BaseException:  # also after Stop: half a scan cannot be continued
             self._scan = None
             raise
         return token
@@ -118,7 +119,7 @@ class Outgoing:
 
     @cached_property
     def _sent_states(self) -> dict[int, ObjectState]:
-        """The states that ranks were sent, by key; the state of any rank if ranks differ."""
+        """The states that ranks were sent, by key; the state of one of them if they differ."""
         states: dict[int, ObjectState] = {}
         for rank in self.ranks:
             states |= self.objects.of(rank)
@@ -145,7 +146,10 @@ class Outgoing:
         self.changed = {rank: self._changed_on(rank) for rank in self.ranks}
 
     def _scan_others(self) -> None:
-        """Read also objects that ranks have and no value leads to: a cell may find them there."""
+        """Read also the states of objects to which no value leads, but which ranks have.
+
+        A cell may use them on the ranks, for example through a variable that a rank has bound.
+        """
         known_states = self._sent_states
         unread = [
             entry
@@ -187,15 +191,19 @@ class Outgoing:
         return changed
 
     def _record_unreached(self, parent: ObjectState, ended: Mapping[int, ObjectState]) -> None:
-        """Record objects in `parent` that a rank has dropped and the notebook has changed."""
+        """Record in `unreached` the objects that a rank dropped and the notebook then changed.
+
+        Only objects to which `parent` leads directly are recorded.
+        """
         for key in parent.children:
             if key in ended and key in self.states and self.states[key] != ended[key]:
                 self.unreached.add(key)
 
     def objects_to_inspect(self) -> dict[int, ChangedParts]:
-        """Return by key the parts of objects about which to ask: have ranks changed these parts?
+        """Return the objects about which ranks must be asked, by key, with their parts (None: all).
 
-        The objects are those that the values would change on a rank, or would make a rank drop.
+        The values would change these parts on a rank, or would make the rank drop the object.  The
+        caller asks the ranks whether they have changed the parts themselves (`SendQuestion`).
         """
         objects: dict[int, ChangedParts] = {}
         for rank, changed in self.changed.items():
@@ -203,7 +211,8 @@ class Outgoing:
                 for part, dropped in self._dropped_by(key, parts, self.objects.of(rank)):
                     self._dropped.setdefault(key, {}).setdefault(part, set()).update(dropped)
                     objects |= dict.fromkeys(dropped)
-                # A new object in place of the rank's would discard all changes of the rank.
+                # None asks about the whole object: a new object in its place would discard all
+                # changes of the rank.
                 if parts is None or HEAD_PART in parts or objects.get(key, parts) is None:
                     objects[key] = None
                 else:
@@ -213,11 +222,12 @@ class Outgoing:
     def _dropped_by(
         self, key: int, parts: ChangedParts, known_states: Mapping[int, ObjectState]
     ) -> Iterator[tuple[Token, set[int]]]:
-        """Yield each part that no longer leads to some objects, with the keys of these objects.
+        """Yield each of an object's `parts` that no longer leads to some objects, with their keys.
 
         The ranks may have changed such objects: `model.half()` gives each weight new memory, and
         the ranks may have trained the old memory.  An object that the notebook still has elsewhere
-        is left out, since ranks keep that object too; but not for a part with hidden contents.
+        is left out, since ranks keep that object too, unless the part has hidden contents
+        (`_has_hidden_contents`).
         """
         before, now, links = known_states[key], self.states[key], self.objects.links
         entry = links.by_key.get(key)
@@ -235,7 +245,10 @@ class Outgoing:
                 yield part, dropped
 
     def apply_replies(self, replies: Mapping[int, Inspected]) -> None:
-        """Use the replies of ranks: what both sides have changed stays as the ranks have it."""
+        """Record what ranks have changed, by their replies to `objects_to_inspect`.
+
+        Parts that both the notebook and a rank have changed are not sent: ranks keep their own.
+        """
         links = self.objects.links
         for inspected in replies.values():
             for key, by_part in self._dropped.items():
@@ -264,9 +277,10 @@ class Outgoing:
         self.changed = {rank: self._changed_on(rank) for rank in self.ranks}
 
     def kept(self) -> dict[int, ChangedParts]:
-        """Return the notebook's changes that ranks do not get, as parts of objects, for a notice.
+        """Return by key the parts that the notebook has changed and that ranks do not get.
 
-        Ranks have changed such objects too, or dropped them.  Each state of an object counts once.
+        Ranks have changed these parts too, or dropped the object.  The caller shows a notice, so
+        each change of an object is returned only once.
         """
         kept: dict[int, ChangedParts] = {}
         for key in self.states.keys() & self.objects.theirs.keys():
@@ -291,10 +305,10 @@ class Outgoing:
     def renew_replaced(self) -> bool:
         """Give a new key to objects whose counterpart on a rank cannot be changed in place.
 
-        Returns True if there were any: then all values must be scanned and compared again, since an
-        object that has such an object as a part may have to be replaced too.  Repeat that until
-        this returns False, at the latest when all objects have new keys: no rank has an object
-        under a new key, so no object is replaced twice.
+        Returns True if there were any.  Then the caller scans and compares all values again,
+        because an object that has such an object as a part may have to be replaced, too.  The
+        caller repeats this until the result is False.  No rank has an object under a new key, so no
+        object is replaced twice, and the repetition ends.
         """
         links = self.objects.links
         replaced = {
@@ -366,7 +380,10 @@ class Outgoing:
 
 
 def merged(now: ObjectState, before: ObjectState, parts: ChangedParts) -> ObjectState:
-    """Return the state of a counterpart that was in state `before` and got `parts` of `now`."""
+    """Return the state of a rank's object that was in state `before` and got `parts` of `now`.
+
+    If `parts` is None, the rank got the whole object.
+    """
     if parts is None or now.parts is None or before.parts is None:
         return now
     if parts >= (now.changed_since(before) or frozenset()):

@@ -101,13 +101,12 @@ def follow(workers: Workers, running: TaskRun, *, answers: bool = False) -> Foll
                 if running.unfinished:
                     running.is_left = True
                     return
-            # Then wait for messages.
             now = time.monotonic()
             tick = CELL_TICK if running.age > EAGER_SECONDS else EAGER_TICK
             tick = tick if longest is None else min(longest, tick)
             remaining = running.give_up_at - SPARE_TIMEOUT - now
             inbox.receive(workers, max(0.0, min(tick, remaining)))
-            if running.patience.control_timeout is not None:  # not a job, whose steps must be short
+            if running.patience.control_timeout is not None:  # jobs are followed in short steps
                 workers.step_others()
         longest = yield running.pop_outputs()
         if not answers:
@@ -125,9 +124,9 @@ def follow(workers: Workers, running: TaskRun, *, answers: bool = False) -> Foll
 
 
 def _waits_to_restart(workers: Workers, running: TaskRun) -> bool:
-    """Return True if a task can only be restarted once other ranks have finished their task.
+    """Return True if a failed task can only be restarted once other ranks have finished their task.
 
-    A rank of the task has died or has left the group broken, and attempts are left.
+    So it is if attempts are left, but the group is broken: healing the group needs all ranks.
     """
     has_attempts = running.task.attempt.number < running.task.attempt.most
     is_waiting = has_attempts and bool(running.transcript.errors) and not running.stops
@@ -148,10 +147,10 @@ def interrupt(workers: Workers, running: TaskRun) -> None:
 
 
 def _spare_ranks(workers: Workers, running: TaskRun) -> None:
-    """Tell the agent to kill ranks that have not stopped only if Stop is pressed again.
+    """Ask the agent not to kill the ranks that still run the task, unless Stop is pressed again.
 
-    `running.spared` becomes the ranks that the agent spares.  Does nothing if the ranks were
-    interrupted more than once: then the agent may kill them.
+    `running.spared` becomes the ranks that the agent does not kill then.  Does nothing if the ranks
+    were interrupted more than once: then the agent may kill them.
     """
     if running.interrupts > 1:
         return
@@ -173,7 +172,8 @@ def _locate(workers: Workers, running: TaskRun) -> dict[int, RankPosition]:
 def _complete(workers: Workers, running: TaskRun) -> None:
     """Do the work after all ranks have finished a task: heal the group, and explain the result.
 
-    The sentences become attributes of `running`.  `TaskHistory` gets a task that is not restarted.
+    The explaining sentences become attributes of `running`.  Unless the task is restarted, it is
+    added to the `TaskHistory`.
     """
     # Write the first sentences now, because a Stop can break off the steps below.
     running.replicas_text = _replicas_text(workers, running)
@@ -203,9 +203,10 @@ def _complete(workers: Workers, running: TaskRun) -> None:
 
 
 def _abort_leftovers(workers: Workers, running: TaskRun) -> None:
-    """Abort collectives that a failed task has left incomplete on any rank.
+    """Abort collectives that a failed task has left incomplete.
 
-    A collective of the next task would be matched with an incomplete one.
+    Otherwise a collective of the next task would be matched with an incomplete one.  Ranks that run
+    another task are left out.
     """
     if not (running.transcript.errors and workers.is_whole and running.rules.has_group):
         return
@@ -235,7 +236,7 @@ def _abort_leftovers(workers: Workers, running: TaskRun) -> None:
 
 
 def _outside_text(running: TaskRun) -> str:
-    """Say that a task for some ranks has called collectives of a group with other ranks; or ""."""
+    """Say that ranks called collectives of a group which has ranks outside of their task; or ""."""
     outside = {rank: done.outside for rank, done in running.done().items() if done.outside}
     others = set[int]().union(*outside.values())
     if not others:
@@ -385,7 +386,7 @@ def regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, 
 def record_changes(workers: Workers, ranks: Collection[int]) -> None:
     """Ask ranks which objects of the notebook they have changed, and record their answers.
 
-    Does nothing if the ranks have nothing to be asked about, or cannot run a task now.  Raises
+    Does nothing if the ranks have no such object, or cannot run a task now.  Raises
     KeyboardInterrupt after Stop.
     """
     objects = workers.names.objects
@@ -470,7 +471,10 @@ def death_error(workers: Workers, dead: Mapping[int, Died]) -> WorkerDied:
 
 
 def broken_error(workers: Workers) -> WorldBroken:
-    """Return the error that the ranks share no group, with the variables that `heal` gives back."""
+    """Return the error that the ranks share no group.
+
+    Its text names the variables of `--keep` that are bound again once the group is formed.
+    """
     return WorldBroken(workers.problem, list_names(workers.kept.names))
 
 

@@ -240,7 +240,7 @@ def sending(
     any exception of pickling.
     """
     objects = session.names.objects
-    objects.runs += 1  # a script may have changed any object since the last call
+    objects.runs += 1  # compare again: a script may have changed any object
     outgoing = Outgoing(objects, session.namespace, frozenset(ranks))
     while True:
         for value in values.values():
@@ -351,7 +351,7 @@ def _rank_lines(error: RankError | None) -> Sequence[str]:
 
 def title_of(function: Callable[..., Any]) -> str:
     """Write a function's name as users know it, such as `train`."""
-    inner = getattr(function, "func", function)  # of a partial
+    inner = getattr(function, "func", function)  # of functools.partial
     return getattr(inner, "__qualname__", type(inner).__name__).rpartition("<locals>.")[2]
 
 

@@ -156,7 +156,7 @@ def _copy_of_original(
 
 
 def _fill(made: BaseException, contents: Contents, overrides: Mapping[str, Any]) -> None:
-    """Set the arguments and attributes of an exception; `overrides` are attributes that win."""
+    """Set the arguments and attributes of an exception, `overrides` in place of its own ones."""
     BaseException.args.__set__(made, contents.args)  # type: ignore[attr-defined]
     attributes: dict[str, Any] = object.__getattribute__(made, "__dict__")
     for name, value in contents.attributes.items():

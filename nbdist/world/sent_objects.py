@@ -20,8 +20,9 @@ from nbdist.wire.ops import Changed
 class Parcel:
     """The names and objects that a task brings to a rank, in the states that are sent.
 
-    `compared` is `SentObjects.runs` when all objects of the rank were compared, 0 if they were not.
-    `binds` are variables to which the task surely assigns if it succeeds, maybe the same object.
+    `compared` is the value that `SentObjects.runs` had when all objects of the rank were compared
+    with the notebook's, or 0 if they were not.  `binds` are variables to which the task surely
+    assigns if it succeeds; it may assign the same object again.
     """
 
     names: Mapping[str, Any] = field(default_factory=dict)
@@ -38,7 +39,8 @@ class SentObjects:
 
     `known` has the states by rank and key.  `theirs` has by key the parts of an object that both
     ranks and the notebook have changed, None for the whole object: the ranks keep their own.
-    `noticed_digests` has by key the digest of the last state that a notice says ranks do not get.
+    `noticed_digests` has by key the digest of an object's last state of which the user was told
+    that ranks do not get it.
     `changed` has by key the parts that ranks are known to have changed, None for the whole object.
     `runs` grows each time that code of the notebook may have changed objects.  `have_run` is True
     if a rank has finished a task since `recovery.record_changes` last asked ranks.
@@ -52,10 +54,10 @@ class SentObjects:
         self.noticed_digests: dict[int, bytes] = {}
         self.runs = 1
         self.have_run = False
-        # By rank and key, the states in which the rank got objects that have ended on the rank.
-        # Memory that the rank's tensors do not use any more has ended too.
+        # By rank and key, the states in which the rank got objects that it has deleted since.
+        # Memory counts as deleted once no tensor of the rank uses it.
         self.ended: dict[int, dict[int, ObjectState]] = {}
-        # By rank, the keys of objects that the rank had changed and that have ended on the rank.
+        # By rank, the keys of objects that the rank has changed and then deleted.
         self.lost_changes: dict[int, set[int]] = {}
         self._compared: dict[int, int] = {}
         self._last: dict[int, ObjectState] = {}  # by key, states on workers before a restart
@@ -96,10 +98,10 @@ class SentObjects:
     def record_finished(
         self, rank: int, received: Parcel, dead: Iterable[int], lost: Iterable[int] = ()
     ) -> None:
-        """Record the parcel that a rank received with a finished task, and objects that have ended.
+        """Record the parcel that a rank received with a finished task, and the objects it deleted.
 
-        `dead` has the keys of objects that have ended on the rank, `lost` the keys of objects that
-        have ended and that the rank had changed.
+        `dead` has the keys of all objects that the rank has deleted, `lost` the keys of those among
+        them that the rank had changed before.
         """
         known_states = self.of(rank)
         self.lost_changes[rank] = self.lost_on(rank) - received.states.keys() | {*lost}
@@ -111,11 +113,11 @@ class SentObjects:
         self.drop(rank, dead)
 
     def lost_on(self, rank: int) -> set[int]:
-        """Return the keys of objects that a rank had changed and that have ended on the rank."""
+        """Return the keys of objects that a rank has changed and then deleted."""
         return self.lost_changes.get(rank, set())
 
     def drop(self, rank: int, keys: Iterable[int]) -> None:
-        """Record that objects have ended on a rank."""
+        """Record that a rank has deleted objects."""
         for key in keys:
             if (state := self.of(rank).pop(key, None)) is not None:
                 self.ended.setdefault(rank, {})[key] = state
@@ -178,7 +180,7 @@ class SentObjects:
         return frozenset(rank for rank, states in self.known.items() if key in states)
 
     def pop_forgotten(self, ranks: Collection[int]) -> dict[int, tuple[int, ...]]:
-        """Return by rank the keys of the rank's objects that have ended in the notebook.
+        """Return by rank the keys of the rank's objects that the notebook has deleted.
 
         A returned key is removed from the rank's states in `known`.
         """

@@ -80,7 +80,8 @@ class Session(Workers):
         """Return the ranks that the arguments select, all without both: `topology.select_ranks`."""
         if ranks is None and rank is None:
             return self.everyone
-        # Before the start, other machines may still determine the size.
+        # Before the start the size is not known if other machines determine it.  So a list of
+        # numbers is not compared with the size.
         is_final = self.state.has_workers or isinstance(ranks, str)
         return topology.select_ranks(ranks, rank, self.size if is_final else sys.maxsize)
 
@@ -198,11 +199,12 @@ class Session(Workers):
             recovery.interrupt(self, run)
 
     def stopped_task(self, ranks: Collection[int] | None = None) -> TaskRun | None:
-        """Return a task that Stop has left before the task's end, and that ranks of `ranks` run.
+        """Return a stopped task that `ranks` still run, or that has not been completed; or None.
 
-        A broken group can only be healed once all ranks have ended such tasks: then any such task
-        is returned, as without `ranks`.  A task that all its ranks have ended since is returned
-        whatever the `ranks`, as only its completion is left.  None if there is no such task.
+        Without `ranks` the tasks of all ranks count.  So they do if the group is broken, because
+        the group can only be healed once all ranks have ended their tasks.  A task that all its
+        ranks have ended is returned whatever the `ranks`: `follow` still has to complete it, for
+        example by healing the group.
         """
         if ranks is None or self.is_broken:
             ranks = self.everyone
@@ -330,7 +332,7 @@ class Session(Workers):
         self.configure(after, name=self.spec.name)
         try:
             self.start_anew(agent_too=is_moved)
-        except BaseException:  # Stop too
+        except BaseException:  # also KeyboardInterrupt by Stop
             if not self.state.has_workers:
                 self.kept = kept
                 self.configure(before, name=self.spec.name)
@@ -339,7 +341,7 @@ class Session(Workers):
         self.setup.renumber(Renumbering(size, self.size, {}))
         try:
             error = recovery.replay(self, self.everyone)
-        except BaseException:  # Stop too
+        except BaseException:  # also KeyboardInterrupt by Stop
             if self.is_whole:
                 self.bind_kept(kept.frames)
             raise

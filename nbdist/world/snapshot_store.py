@@ -2,12 +2,14 @@
 
     ROOT/NAME/20260131-120301/{manifest.json, rank0.frames, rank1.frames, ...}
 
-Runs in the notebook's process; the ranks write and read the `.frames` files themselves
-(`nbdist.worker.ops.snapshot`).  A snapshot gets its name only when it is complete: until then its
-folder has a name that begins with a dot.  Each new folder is private, and has a lock file; a
-snapshot without this file is never removed (`nbdist.system.folders`).  A writer holds the lock as
-long as it writes: an incomplete folder that is not locked was left by a killed writer.  A snapshot
-is a pickle, which can run any code: only this user's files that no other user can write are read.
+`World` and the notebook's magics use this file in the notebook's process.  The ranks write and read
+the `.frames` files themselves (`nbdist.worker.ops.snapshot`).
+
+A snapshot gets its name only when it is complete: until then its folder has a name that begins with
+a dot.  Each new folder is private and has a lock file; a snapshot without a lock file is never
+removed (`nbdist.system.folders`).  A process holds the lock while it writes a snapshot, so an
+incomplete folder that is not locked was left by a killed process.  A snapshot is a pickle, which
+can run any code.  So only files are read that belong to this user and that no other user can write.
 """
 
 from __future__ import annotations

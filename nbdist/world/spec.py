@@ -302,7 +302,8 @@ def find_python(config: WorldConfig, environ: Mapping[str, str]) -> str:
 def default_log_dir(*, is_here: bool = True) -> str:
     """Return the log folder: NBDIST_LOG_DIR (empty for no log files), or the user's state folder.
 
-    If not `is_here`, the state folder begins with `~`, unless XDG_STATE_HOME is set here.
+    For workers on other machines (not `is_here`) the state folder begins with `~`, which each
+    machine expands itself, unless XDG_STATE_HOME is set here.
     """
     if "NBDIST_LOG_DIR" in os.environ:
         return os.environ["NBDIST_LOG_DIR"]
@@ -384,7 +385,10 @@ class NotebookSurroundings:
         self._here = self._compare()  # at once: the spec may be of a world that was taken over
 
     def now(self) -> Surroundings | None:
-        """Return the changes since the spec was made that ranks make too; None if there is none."""
+        """Return the changes since the spec was made that ranks must make too; None without any.
+
+        Environment variables that the user or nbdist has set for the ranks stay as they are.
+        """
         last = self._last
         with suppress(FileNotFoundError):  # the folder was removed: keep the last state
             folder, path, environ = os.getcwd(), (*sys.path,), dict(os.environ)

@@ -1,8 +1,8 @@
 """Splits a value into parts, one for each rank, and joins the values of ranks again.
 
-`nbdist.world.value_transfer` calls it in the notebook's process, for scatter and gather.  Numpy is
-imported here, but no other library of tensors or tables: if a value is of a class of such a
-library, the library was imported already.
+`nbdist.world.value_transfer` uses this module in the notebook's process, for scatter and gather.
+No library of tensors or tables but numpy is imported here: a value of a class of such a library
+shows that the library was imported already.
 """
 
 from __future__ import annotations

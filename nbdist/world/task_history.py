@@ -194,7 +194,7 @@ class TaskHistory:
         return task.key in self._tasks or any(same)
 
     def sent_before(self, task: int) -> Mapping[str, SentName]:
-        """Return by the name of a variable how it was last sent, up to the task of this number."""
+        """Return by name the last record of each variable that was sent up to this task."""
         return {each.name: each for each in self.sent if each.task <= task}
 
     def _drop(self, key: str) -> PastTask | None:
@@ -204,7 +204,10 @@ class TaskHistory:
 
 
 def _entry_of(running: TaskRun, now: int) -> PastTask | None:
-    """Return the entry of a task that has ended; None for no text, or an op that bound no name."""
+    """Return the entry of a task that has ended; None if it has no text, or is an op without names.
+
+    An op counts only if it has bound a name.
+    """
     task = running.task
     kind: TaskKind
     match task.work:

@@ -74,7 +74,7 @@ class Members:
 
 
 class TaskRun:
-    """A task that was sent to its ranks: their output, their places, and how the task ended.
+    """A task that was sent to its ranks: their output, where they are, and how the task ended.
 
     `shipped` has by rank the names and objects that the task brings.  `is_over` is True once all
     ranks have finished and the work after that, such as healing, is done.  From then on
@@ -240,7 +240,7 @@ class TaskRun:
 
     @property
     def doing(self) -> str:
-        """A text about the places of the unfinished ranks, as far as they are known."""
+        """A text that says where the unfinished ranks are, as far as that is known."""
         places, unfinished = self._waiting_places, self.unfinished
         known_places = {rank: places[rank] for rank in unfinished if rank in places}
         return hangs.waits_text(known_places, self.task.source)
@@ -281,13 +281,16 @@ class TaskRun:
         self.is_stopping = True
         self.was_stalled = any(place.stalled for place in self.places.values())
         self.interrupts, self.spared = self.interrupts + 1, frozenset()
-        for rank in self.prompts.ranks:  # an answer would come too late
+        for rank in self.prompts.ranks:  # ranks get no input after Stop
             self.prompts.drop(rank, now)
         self.give_up_at = float("inf") if wait is None else now + wait
 
     @property
     def ends_after_stop(self) -> bool:
-        """Whether the work after a stopped task, such as healing, goes on while a cell waits."""
+        """Whether a cell waits, after Stop, for the work after its task, such as healing.
+
+        That work then has little time (`recovery.HEAL_AFTER_STOP`).
+        """
         return (
             self.is_interruptible and self.stops > 0 and self.patience.control_timeout is not None
         )
@@ -332,7 +335,10 @@ class TaskRun:
                 self.unwoken = dict(decided.waiting)
 
     def explain_death(self, places: Mapping[int, RankPosition]) -> str:
-        """Return why gloo killed a rank, given the survivors' places; "" if gloo killed no rank."""
+        """Return why gloo killed a rank; "" if gloo killed no rank.
+
+        `places` says where the survivors are in their code.
+        """
         texts = (hangs.why_died(rank, died, places) for rank, died in sorted(self.deaths.items()))
         return next(filter(None, texts), "")
 
@@ -344,7 +350,8 @@ class TaskRun:
 
     def receive(self, rank: int, output: Output) -> None:
         """Add a rank's output to the transcript and to `pop_outputs`, and update the state."""
-        # An abort causes such errors: gloo raises, and with nccl a worker interrupts itself.
+        # An abort of collectives makes gloo raise; with nccl a worker then interrupts itself.  The
+        # user gets a short error in place of both.
         was_interrupted = rank in self.aborted and not self.is_stopping
         leads = {"KeyboardInterrupt"} if was_interrupted else ()
         if isinstance(output, Failure) and (output.connections == "ended" or output.name in leads):
@@ -461,7 +468,8 @@ class TaskRun:
         rank, first = cause
         failed = self.transcript.errors
         own_errors = {rank: error for rank, error in failed.items() if not is_consequence(error)}
-        if not own_errors and not self.is_stopping:  # maybe the cell raised KeyboardInterrupt
+        # Without Stop, a KeyboardInterrupt is no consequence: the cell has raised it by itself.
+        if not own_errors and not self.is_stopping:
             own_errors = {
                 rank: error
                 for rank, error in failed.items()

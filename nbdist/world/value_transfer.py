@@ -1,6 +1,6 @@
 """Transfer of values: gather, scatter, sync, and snapshots on the disk (`snapshot_store`).
 
-`World` and the notebook's magics call it, in the notebook's process.
+`World` and the notebook's magics use this module, in the notebook's process.
 
 Values are bound in two tasks, so that either all ranks bind new values or none does.  In the first
 task the ranks receive the values without binding them: that may take long, can fail, and is

@@ -135,7 +135,10 @@ class Widgets:
         self._messages.append(comm)
 
     def _begin_or_end(self, model: Model, comm: Comm) -> None:
-        """Begin or end the capturing of outputs by a widget, as `msg_id` in the message says."""
+        """Begin or end the capturing of outputs by a widget, if the message has a `msg_id`.
+
+        An empty `msg_id` ends the capturing.
+        """
         inside = self._capturing.setdefault(model.rank, [])
         begins = bool(model.state.pop("msg_id", ""))
         if "msg_id" in (comm.data.get("state") or {}):
@@ -259,13 +262,13 @@ MODEL_REFERENCE = "IPY_MODEL_"  # the prefix of an id in a state that refers to 
 
 
 def merged(comms: Iterable[Comm]) -> list[Comm]:
-    """Join successive changes of a widget's state, and changes of a widget that was just opened.
+    """Return the messages, with successive changes of a widget's state joined to one message.
 
-    A loop that moves a slider would send the page a message for each step and rank; and Jupyter's
-    server drops messages beyond 1,000 a second.  Only numbers and texts are replaced by later
-    values: in plotly any other value is a call, which a following None ends.  Changes that directly
-    follow the opening of a widget go into the message that opens the widget: anywidget loses
-    messages that come while a page loads its code.
+    Otherwise a loop that moves a slider would send the page a message for each step and rank, and
+    Jupyter's server drops messages beyond 1,000 a second.  Only numbers and texts are replaced by
+    later values: plotly sends a call as another value and then None, and both must arrive.
+    Changes right after the opening of a widget are put into the message that opens it, because
+    anywidget loses messages that come while a page loads its code.
     """
     result: list[Comm] = []
     fresh: dict[str, int] = {}  # by id, the index in `result` of an opening message without buffers

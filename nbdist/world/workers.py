@@ -159,7 +159,7 @@ class Workers:
 
     @property
     def state(self) -> WorldState:
-        """The state that users read; the state of a world whose ranks run tasks shows that."""
+        """The state that users read; the tasks of ranks decide it while the group is READY."""
         busy = [run for run in self.runs if run.unfinished]
         if self._state is not WorldState.READY or not busy:
             return self._state
@@ -264,7 +264,7 @@ class Workers:
         if self.widgets is not None:
             self.widgets.end()
         self.joined, self._remembered = {}, HandoverState()
-        # Objects keep their keys, which variables that a restart has kept refer to.
+        # Objects keep their keys: the pickles of variables that a restart keeps refer to them.
         before = self.names.objects
         self.names, self.past = NameTable(self.namespace), TaskHistory()
         self.names.objects.follow(before)
@@ -311,8 +311,8 @@ class Workers:
     ) -> tuple[int, ...]:
         """Record that dead ranks were replaced by new processes, and return these ranks.
 
-        `made` are names that the last task bound, and `brought` has by rank the names that were
-        sent with the task: see `NameTable.record_replaced`.
+        `made` are names that the tasks in which the ranks died have bound, and `brought` has by
+        rank the names that were sent with these tasks: see `NameTable.record_replaced`.
         """
         ranks = tuple(self.dead)
         self.names.record_replaced(ranks, made, brought)
@@ -376,7 +376,7 @@ class Workers:
         self.runs.append(running)
         self.running = running
         running.sent_at = self.names.record_sent(running.shipped_names())
-        with running.counting_stops():  # Stop may come when ranks have begun already
+        with running.counting_stops():  # Stop must not raise: ranks may have begun
             link.send(run)
         return running
 

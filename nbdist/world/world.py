@@ -1,7 +1,7 @@
 """The public Python interface: `World`, `nbdist.run`, `nbdist.distributed` and `nbdist.attach`.
 
-A script or a notebook cell calls it, on the thread that made the world.  The work is done by
-`nbdist.world.session`.
+Scripts and notebook cells use this module, on the thread that made the world.  `World` calls
+`nbdist.world.session`, which does the work.
 """
 
 from __future__ import annotations
@@ -479,7 +479,7 @@ class World:
                 the values cannot be joined.
         """
         names = (name,) if isinstance(name, str) else tuple(name)
-        value_transfer.check_expressions(names)  # first: a bad expression starts no workers
+        value_transfer.check_expressions(names)  # raises before workers are started
         if join not in (None, *get_args(Joining)):
             raise UsageError(f'`join={join!r}`: use "stack" or "cat".')
         on = self._select(ranks, rank)
@@ -676,7 +676,7 @@ class World:
         snapshot is damaged or does not fit the ranks; then nothing is bound.
         """
         store, names = self.snapshot_store, _names_in(variables)
-        snapshot = store.find(name)  # first: a missing snapshot starts no workers
+        snapshot = store.find(name)  # raises before workers are started
         session = self._started
         to = None if ranks is None else session.select_ranks(ranks)
         return value_transfer.restore(session, store, snapshot, names, to, from_rank)
