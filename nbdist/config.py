@@ -1,7 +1,8 @@
 """The options of a world, each defined once with its flag, its help and its check.
 
 `World(...)` takes the fields of `WorldConfig` as arguments, and magics take most fields as flags.
-`nbdist.world.spec` makes the settings of agents and workers from a `WorldConfig`.
+The notebook's process, or a script, makes the `WorldConfig`.  `nbdist.world.spec` makes from it
+the settings of agents and workers; a head gets the `WorldConfig` itself.
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ from nbdist.words import count
 T = TypeVar("T")
 
 DEFAULT_POOL = "default"
-"""The pool of a world without `--pool`; torchrun calls its workers' role so by default, too."""
+"""The pool of a world without `--pool`; the default of torchrun's `--role` is the same word."""
 
 OnFailure = Literal["heal", "restart-all", "stop"]
-"""The reaction to a worker's death: restart that worker, restart all as torchrun, or end all."""
+"""What happens when a worker dies: "heal" restarts that worker, "restart-all" restarts all workers
+as torchrun does, and "stop" ends all workers."""
 
 HANG_TIMEOUT, CONTROL_TIMEOUT = 4.0, 4.5
-"""Seconds until a running cell shows which ranks wait for which, and from Stop until the user gets
-control back although ranks still run.  Each is 5 s without the time of other delays."""
+"""Seconds until a running cell shows which ranks wait for which, and seconds from Stop until the
+user gets control back although ranks still run.  Users should wait at most 5 s for each: the
+remaining 0.5 to 1 s is left for other delays, such as drawing the panel."""
 
 
 # --- parsers of options: of a flag's text, or of an argument in Python --------------------------
@@ -61,9 +64,10 @@ def _refusal(flag: str, text: object, what: str) -> UsageError:
 def whole_number(
     flag: str, what: str, minimum: int = 1, maximum: int = 999_999_999
 ) -> Callable[[Any], int]:
-    """Make a parser of whole numbers from `minimum` to `maximum`, also for argparse's `type`.
+    """Make a function that reads a whole number from `minimum` to `maximum`.
 
-    The parser raises UsageError for other values; its message says that `what` is expected.
+    The function takes a text or a number, so argparse can use it as a `type`.  It raises UsageError
+    for other values, with `what` as the description of the expected value.
     """
 
     def read(value: object) -> int:
@@ -77,7 +81,7 @@ def whole_number(
 
 
 def unquoted(text: str) -> str:
-    """Return the text without a pair of quotes around it: arguments of magics come with quotes."""
+    """Return the text without quotes around it, which IPython leaves in a magic's arguments."""
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
     return text[1:-1] if is_quoted else text
 
@@ -88,7 +92,10 @@ read_restarts = whole_number(
 
 
 def number_of_seconds(flag: str) -> Callable[[Any], float]:
-    """Make a parser of seconds above 0 that may raise UsageError, also for argparse's `type`."""
+    """Make a function that reads a number of seconds, and that argparse can use as a `type`.
+
+    The function raises UsageError unless the number is above 0 and finite.
+    """
 
     def read(value: Any) -> float:
         text = unquoted(value) if isinstance(value, str) else value
@@ -123,7 +130,10 @@ def _split_pairs(text: str) -> list[str]:
 
 
 def read_environ(given: Mapping[str, object] | Iterable[str] | None) -> dict[str, str]:
-    """Return environment variables by name, from a mapping or from texts such as `A=1`."""
+    """Return environment variables by name, from a mapping or from texts such as `A=1`.
+
+    Raises UsageError for a text without `=`, or if the text before `=` is not a name.
+    """
     if given is None or isinstance(given, Mapping):
         return {str(name): str(value) for name, value in (given or {}).items()}
     variables = {}
@@ -136,7 +146,10 @@ def read_environ(given: Mapping[str, object] | Iterable[str] | None) -> dict[str
 
 
 def _shell_parser(flag: str, form: str) -> Callable[[str], str]:
-    """Make a parser that returns its text, or raises UsageError if a shell finds no words."""
+    """Make a function that returns a command line unchanged if `shlex` can split it into words.
+
+    The function raises UsageError for a quote that is not closed, and for a text without words.
+    """
 
     def read(text: str) -> str:
         try:
@@ -244,7 +257,7 @@ class Option(NamedTuple):
 
 
 def _quoted(text: str) -> str:
-    """Return the text, in quotes if it has a space, at which a magic's line would be split."""
+    """Return the text, in quotes if it has a space: a magic would split it at the space."""
     return f'"{text}"' if " " in text else text
 
 
@@ -263,9 +276,9 @@ class Patience:
     After `hang_timeout` seconds a running cell shows which ranks wait for which.  With `aborts`,
     collectives that can never complete are aborted; without `aborts` the user has to press Stop.
     After `timeout` seconds the cell is stopped; None means never.  `control_timeout` seconds after
-    Stop the user gets control back although ranks may still be running; None for a cell in the
-    background, for which nobody waits.  With `holds_stop` the first Stop interrupts no rank, since
-    all ranks or none must complete the task.
+    Stop the user gets control back although ranks may still be running.  It is None for a cell in
+    the background, for which nobody waits.  With `holds_stop` the first Stop interrupts no rank:
+    the task must complete on all ranks or on none.
     """
 
     hang_timeout: float = HANG_TIMEOUT
@@ -440,7 +453,10 @@ class WorldConfig:
 
     @property
     def agent_options(self) -> tuple[object, ...]:
-        """The options on which agents depend: if this value changes, agents must be restarted."""
+        """The values with which agents are started; if they change, agents must be restarted.
+
+        Agents on this machine alone depend on no option, so for them only the launcher counts.
+        """
         if self.launcher_name == LOCAL:
             return (LOCAL,)
         return tuple(getattr(self, name) for name, each in OPTIONS.items() if not each.is_dynamic)
@@ -479,14 +495,15 @@ class WorldConfig:
 
     @property
     def patience(self) -> Patience:
-        """How long a cell of this world lets ranks wait, and whether hangs are ended."""
+        """The limits for a cell of this world: see `--hang-timeout` and `--no-release`."""
         return Patience(self.hang_timeout, self.release)
 
     def with_changes(self, n: int | str | None = None, **changes: Any) -> WorldConfig:
         """Return a copy with changed options; the variables of `env` are added to the present ones.
 
-        A new `n` replaces the old `layout`, and a new `layout` the old `n`.  A new launcher, or an
-        option for another launcher, resets the options that the launcher does not allow.
+        A new `n` replaces the old `layout`, and a new `layout` the old `n`.  If the launcher
+        changes, by its name or by an option that only another launcher has, then options that the
+        new launcher does not allow become None.
         """
         changes = renamed_options(changes)
         new: dict[str, Any] = {**self._contradicted_options(changes), **changes}
@@ -499,7 +516,11 @@ class WorldConfig:
         return replace(self, **new)
 
     def _contradicted_options(self, changes: Mapping[str, object]) -> dict[str, None]:
-        """Return None by name for each option that cannot keep its value beside the changes."""
+        """Return the options that `changes` reset, each with None as its new value.
+
+        If `changes` lead to another launcher, these are `launcher` itself and the options that the
+        new launcher does not allow; otherwise there are none.
+        """
         named = {name for name, each in OPTIONS.items() if each.launchers and changes.get(name)}
         is_taken = all(OPTIONS[name].is_for(self.launcher_name) for name in named)
         if "launcher" not in changes and is_taken:

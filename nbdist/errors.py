@@ -41,16 +41,17 @@ class NbdistError(Exception):
 
 
 def rebuild(kind: type[NbdistError], args: tuple[object, ...]) -> NbdistError:
-    """Make an error without a call of its constructor; unpickling an error calls this function."""
+    """Make an error without calling its constructor; unpickling an error calls this function."""
     error = kind.__new__(kind)
     error.args = args
     return error
 
 
 def bare(kind: type[E], *args: object) -> E:
-    """Make an exception by `__new__` of its builtin base class, without a call of `__init__`.
+    """Make an exception of a class without running any code of the class.
 
-    Can raise TypeError for a class in C or Rust, whose objects the builtin class cannot make.
+    Calls only `__new__` of the builtin base class, which raises TypeError for a class that is
+    written in C or Rust.
     """
     base: Any = kind
     while base.__module__ != "builtins":
@@ -85,7 +86,7 @@ class UnknownArgument(UsageError, TypeError):
 
 
 class NoValue(UsageError, KeyError):
-    """A result has no value of this rank."""
+    """A cell's result was asked for the value of a rank that has none; `ranks` have values."""
 
     __str__ = Exception.__str__  # KeyError's would write the message in quotes
 
@@ -171,7 +172,10 @@ class WorldSizeMismatch(UsageError):
 
 
 class NoRuntimeFolder(UsageError):
-    """No place can hold the runtime folder of a world; `problems` says why, by place."""
+    """No folder of the file system can hold the runtime folder of a world.
+
+    `problems` maps the path of each folder that was tried to the reason why it is not usable.
+    """
 
     def __init__(self, problems: Mapping[str, str]) -> None:
         listed = "; ".join(f"{one_line(place, 50)}: {why}" for place, why in problems.items())
@@ -182,7 +186,10 @@ class NoRuntimeFolder(UsageError):
 
 
 class NotEnoughMemory(UsageError):
-    """Values to be sent need more memory than `where` has free; all sizes are in bytes."""
+    """Values cannot be sent, because they need more shared memory than is free.
+
+    `where` is the machine or control group whose memory limit is exceeded.  Sizes are in bytes.
+    """
 
     def __init__(self, size: int, where: str, limit: int, free: int) -> None:
         super().__init__(
@@ -309,10 +316,11 @@ class Blame(NamedTuple):
 class WorkerError(NbdistError):
     """The cell failed on at least one rank; the output of failed ranks has the tracebacks.
 
-    If the first failed rank raised ValueError, `except ValueError` catches this error too, because
-    `nbdist.world.result` then derives a class from both.  If that is impossible, `original` is a
-    copy of the rank's exception, or None.  `rank`, `host` and `pid` are those of the earliest
-    failure, and `errors` has the errors of failed ranks.
+    If the rank that failed first raised ValueError, `except ValueError` catches this error too:
+    `nbdist.world.result` makes the error an instance of a class that derives from both.  If no
+    class can derive from both, `original` is a copy of the rank's exception, or None if no copy can
+    be made.  `rank`, `host` and `pid` are those of the rank that failed first, and `errors` has the
+    errors of failed ranks.
     """
 
     original: Exception | None = None
@@ -325,7 +333,8 @@ class WorkerError(NbdistError):
         `who` names the rank of the earliest failure; "" stands for `rank N`.
         """
         self.rank, self.host, self.pid, self.errors = blame
-        name = "" if cause[0] == type(self).__name__ else cause[0]  # IPython shows this name first
+        # IPython shows the class name of this error before the message: do not repeat it.
+        name = "" if cause[0] == type(self).__name__ else cause[0]
         cause_text = ": ".join(filter(None, [name, one_line(cause[1])]))
         first = who or f"rank {self.rank}"
         if len(self.errors) > 1:
@@ -391,7 +400,7 @@ class CellTimeout(NbdistError, TimeoutError):
 
 
 class JobTimeout(NbdistError, TimeoutError):
-    """The time for which a caller waits for a cell of `--no-wait` is over; the cell still runs."""
+    """A cell of `--no-wait` still runs at the end of the time for which a caller waits for it."""
 
     def __init__(self, title: str, seconds: float, doing: str) -> None:
         where = f": {doing}" if doing else ""
@@ -406,14 +415,17 @@ class JobLost(NbdistError):
 
 
 class JobCancelled(NbdistError, CancelledError):
-    """`Job.cancel` has ended a cell of `--no-wait`; `outcome` is the text of `Interrupted`."""
+    """`Job.cancel` has ended a cell of `--no-wait`; `outcome` is the message of `Interrupted`."""
 
     def __init__(self, title: str, outcome: str) -> None:
         super().__init__(f"{title} was cancelled. {outcome}")
 
 
 class ValueLost(NbdistError, LookupError):
-    """A cell's last value cannot be fetched from some ranks; `how` is a phrase: `is gone ...`."""
+    """A cell's last value cannot be fetched from some ranks.
+
+    `how` is a phrase that says why, such as "is gone with its worker".
+    """
 
     def __init__(self, ranks: Iterable[int], how: str) -> None:
         super().__init__(

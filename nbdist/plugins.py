@@ -1,10 +1,11 @@
 """The entry points by which packages extend nbdist, and the versions that nbdist requires.
 
-The functions of this file import no entry point.  The groups of entry points are:
+The notebook's process, workers and heads call the functions, which find entry points but import
+none of their modules.  The groups of entry points are:
 
 nbdist.commands      a magic, made with `nbdist.notebook.command.command`, under its name
 nbdist.cell_options  an option of `%%distributed`: a `nbdist.notebook.command.CellOption`
-nbdist.ops           a module of functions that tasks call on workers: `nbdist.worker.namespace`
+nbdist.ops           a module of ops, the functions that tasks call on workers
 nbdist.launchers     a class that starts agents on machines: `nbdist.cluster.launcher`
 """
 
@@ -30,7 +31,7 @@ def entry_points(*groups: str) -> dict[str, EntryPoint]:
 
     If several packages have an entry point of one name, that of the first package on `sys.path`
     wins.  In a checkout nbdist's own entry points, read from pyproject.toml, win over all others.
-    `importlib.metadata` would take four times as long, in each kernel that loads nbdist.
+    `importlib.metadata.entry_points` is not used, since it takes four times as long.
     """
     points: dict[str, EntryPoint] = {}
     if PROJECT.exists():
@@ -80,7 +81,10 @@ class Requirement(NamedTuple):
 
 
 def requirements() -> Iterator[Requirement]:
-    """Yield nbdist's requirements without environment markers; none if nbdist is not installed."""
+    """Yield the requirements in nbdist's metadata, except those that have an environment marker.
+
+    Yields nothing if nbdist is not installed, as in a checkout that is only on `sys.path`.
+    """
     try:
         texts = requires("nbdist") or []
     except PackageNotFoundError:
@@ -94,7 +98,7 @@ def requirements() -> Iterator[Requirement]:
 
 
 def is_within(installed: str, version_range: str) -> bool:
-    """Return True if a version is in a range such as `>=2.4`; `2.8.0a0+nv25` counts as 2.8.0.
+    """Return True if a version is in a range such as `>=2.4`; 2.8.0a0+nv25 counts as 2.8.0.
 
     A version that cannot be parsed counts as in the range.
     """

@@ -1,7 +1,8 @@
 """Parses options about workers, nodes, hosts, GPUs, backends and ranks, and places ranks on nodes.
 
-The notebook's kernel must not initialise CUDA, so GPUs are counted by the driver's files or by
-nvidia-smi.  On one machine environment variables of the ranks simulate the nodes of `-j 2x4`.
+All processes may import this file.  The notebook's kernel must not initialise CUDA, so GPUs are
+counted by the driver's files or by nvidia-smi.  On one machine, environment variables of the ranks
+simulate the nodes of `-j 2x4`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ DRIVER_VERSION = Path("/sys/module/nvidia/version")
 WORKERS_FORMS = "Use `-n 4`, `-n auto`, `-n gpu` or `-n cpu`."
 _WITHOUT_GPU = "Use `-n 4`, `-n auto` or `-n cpu`."
 _LAYOUT_FORMS = "Use `-j 4`, `-j 2x4` (2 nodes with 4 workers each), or `-j 1:2x4` (1 node to 2)."
-_NCCL = ("nccl", "nccl-legacy", "nccl2")  # names of two classes from torch 2.14 on
+# From torch 2.14 on, torch has two classes for NCCL: "nccl-legacy" and "nccl2" each name one of
+# them, and "nccl" names torch's default.
+_NCCL = ("nccl", "nccl-legacy", "nccl2")
 _BACKENDS = {"cpu": ("gloo",), "cuda": ("gloo", *_NCCL), "xpu": ("xccl",)}
 _BACKEND_FORMS = f'Use `--backend gloo`, `nccl`, `"{GPU_BACKEND}"` or `none`.'
 _GPUS_FORM = "Use numbers with commas, `--gpus 0,1,3` or `0-3`."
@@ -127,7 +130,7 @@ class Layout(NamedTuple):
 
     @property
     def world_size(self) -> int:
-        """The number of workers if all `nodes` are there."""
+        """The number of workers once all nodes have joined."""
         return self.nodes * self.per_node
 
 
@@ -154,13 +157,14 @@ _HOSTS_FORMS = (
 )
 _HOST_AND_PORT = r"\[([^\]%]*(?:%[A-Za-z0-9_.-]{1,15})?)\]|([^:\[\]]*)"
 _HOST = re.compile(rf"(?:([^@]*)@)?(?:{_HOST_AND_PORT})(?::([0-9]{{1,6}}))?")
-# The pattern allows neither an option of ssh nor a character that is special in a shell.
+# A name must not begin with `-`, since ssh would take it for an option, and must have no character
+# that is special in a shell.
 _HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
 _DOTTED = re.compile(r"[0-9.]+")
 
 
 class Host(NamedTuple):
-    """A machine that ssh reaches, with room for `slots` workers; None means not given."""
+    """A machine that ssh reaches, with room for `slots` workers; None if no number was given."""
 
     address: str
     slots: int | None = None
@@ -264,9 +268,9 @@ def uses_nccl(backend: str) -> bool:
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
     """List the GPUs that a process with this environment sees, as CUDA_VISIBLE_DEVICES names them.
 
-    This function does not initialise CUDA.  MIG slices are listed instead of GPUs if the variable
-    begins with a slice, or is not set and nvidia-smi finds slices.  CUDA gives a process only the
-    first of several slices, so each rank must name its own slice.
+    This function does not initialise CUDA.  It lists MIG slices instead of GPUs if the variable
+    begins with a slice, or if the variable is not set and nvidia-smi finds slices.  CUDA gives a
+    process only the first of several slices, so each rank must name its own slice.
     """
     text = environ.get("CUDA_VISIBLE_DEVICES")
     chosen = None if text is None else _cuda_list(text)
@@ -436,7 +440,7 @@ def _is_number(value: object) -> TypeGuard[SupportsIndex]:
 
 
 def _select(item: str, world_size: int) -> Sequence[int]:
-    """Return the ranks that an item such as `2-3` selects; ValueError says why there are none."""
+    """Return the ranks that an item such as `2-3` selects; if there are none, raise ValueError."""
     if item == "all":
         return range(world_size)
     if _SIGNED.fullmatch(item):
@@ -488,7 +492,10 @@ class Slot(NamedTuple):
 
 
 def free_slots(room: Mapping[int, int], taken: Collection[Position] = ()) -> Iterator[Position]:
-    """Yield the positions not `taken`, node by node; `room` has the number of ranks by node."""
+    """Yield the positions that are not `taken`, node by node.
+
+    `room` maps the number of each node to the number of ranks that fit on the node.
+    """
     for node, number in sorted(room.items()):
         for local_rank in range(number):
             if (position := Position(node, local_rank)) not in taken:
@@ -508,7 +515,11 @@ def place_ranks(slots: Slots, room: Sequence[int], size: int) -> Slots:
 
 
 def move_lost_ranks(slots: Slots, lost: Collection[int], room: Mapping[int, int]) -> Slots | None:
-    """Return positions with ranks of `lost` nodes moved elsewhere; None if `room` is too small."""
+    """Return the positions after ranks of the `lost` nodes have moved to free positions.
+
+    `room` maps the number of each other node to the number of ranks that fit on the node.  Returns
+    None if the free positions are too few.
+    """
     taken = {position for position in slots if position.node not in lost}
     new = [*islice(free_slots(room, taken), len(slots) - len(taken))]
     if len(taken) + len(new) < len(slots):

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 NEAR, LINE_LIMIT = 0.7, 300
-"""The least similarity of a name that `did_you_mean` suggests; the default limit of `one_line`."""
+"""How similar a name must be for `did_you_mean` to suggest it, from 0 to 1; and the number of
+characters to which `one_line` cuts a line by default."""
 
 
 def count(number: int, thing: str) -> str:
@@ -37,11 +38,14 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 LACKED_MEMORY = "most likely killed by the kernel for lack of memory"
-"""Begins a line in a log that says why a process was killed; `AgentLost` looks for such a line."""
+"""The beginning of a log line about a process that Linux has most likely killed (OOM killer).
+
+`AgentLost` shows the last line of an agent's log if the line begins with this text.
+"""
 
 
 def word_exit(exit_code: int | None) -> str:
-    """Return how a process ended, by its exit code: `was killed by SIGKILL`; `ended` for None."""
+    """Return how a process ended, such as `was killed by SIGKILL` for -9; `ended` for None."""
     if exit_code is None:
         return "ended"
     if exit_code >= 0:
@@ -87,9 +91,10 @@ _DIST_MAGIC = re.compile(r"%dist_(?!auto|help|attach)\w+(?! --pool)\b")
 
 
 def in_pool(text: str, pool: str) -> str:
-    """Add the pool to magics in a text that need it, as in `%dist_output --pool trainer -r 3`.
+    """Add `--pool` to the magics that a text names: `%dist_output` gives `%dist_output --pool a`.
 
-    If `pool` is "", which stands for the default pool, the text stays as it is.
+    Magics that already name a pool, or that need none, stay as they are.  So does the whole text
+    if `pool` is "", which stands for the default pool.
     """
     return _DIST_MAGIC.sub(rf"\g<0> --pool {pool}", text) if pool else text
 
