@@ -54,7 +54,8 @@ REASONS: dict[RunTarget, dict[str, str]] = {
 """Line magics that do not run on the ranks alone, by `RunTarget` and by the reason.
 
 A "command" runs once, in the notebook, as each rank would copy or remove the same files again.
-A command whose output is assigned, or that fills in a name of ranks or lines above, runs on ranks.
+It runs on the ranks if its output is assigned, or if it fills in a variable of the ranks or a name
+that occurs in the lines above it.
 """
 
 CELLS_HERE = {
@@ -134,10 +135,11 @@ def split_cell(code: str, side: SideRules) -> list[CellPart]:
 
 
 def join_parts(code: str, parts: list[CellPart], magic: str) -> str:
-    """Return a cell that runs the parts of a cell; the notebook's lines keep their numbers.
+    """Return a cell that runs the notebook's parts itself, and the ranks' parts by a cell magic.
 
-    Below lines that both the notebook and the ranks run, the numbers are higher.  `code` is the
-    cell as typed.  Parts for the ranks go to a cell magic; `magic` is its name with options.
+    `code` is the cell as typed, and `magic` the name of the cell magic with options.  The
+    notebook's lines keep their numbers in tracebacks, but have higher numbers below a line that
+    both the notebook and the ranks run.
     """
     if len(parts) == 1:
         return code if parts[0].is_here else f"%%{magic}\n{code}"
@@ -151,7 +153,8 @@ def join_parts(code: str, parts: list[CellPart], magic: str) -> str:
         last = part.first + len(part.text.splitlines()) - 1
         text = "#\n" * part.first + part.text
         call = f"get_ipython().run_cell_magic({name!r}, {options!r}, {text!r})"
-        # If the notebook runs all of these lines too, the call needs a line of its own.
+        # The call takes the first line that the notebook does not run.  If the notebook runs all
+        # lines of the part too, the call is added below the last of them.
         at = next((at for at in range(part.first, last + 1) if not lines[at]), last)
         lines[at] = f"{lines[at]}\n{call}" if lines[at] else call
     return "\n".join(lines)
@@ -164,7 +167,7 @@ def _rank_parts(lines: list[str], first: int, end: int) -> list[CellPart]:
 
 
 def _magics(lines: list[str], side: SideRules) -> Iterator[tuple[int, int, RunTarget]]:
-    """Yield first line, end and target of each top-level magic that runs in the notebook."""
+    """Yield first line, end and target of each top-level magic that does not run on ranks alone."""
     remaining, end = [*lines], 0
     while True:
         # Blank each magic before the next search, as Python cannot tokenize text such as `it's`.
@@ -199,7 +202,10 @@ def _place_of(match: re.Match[str], above: str, side: SideRules) -> RunTarget:
 
 
 def _statement_rows(lines: list[str]) -> Iterator[int]:
-    """Yield rows, from 0, of logical lines without indentation; none if indentation is wrong."""
+    """Yield the numbers, from 0, of the lines on which statements without indentation begin.
+
+    Yields nothing if Python cannot tokenize the lines because of wrong indentation.
+    """
     try:
         statements = make_tokens_by_line(lines)
     except SyntaxError:  # wrong indentation: reported when the cell is sent
@@ -220,7 +226,10 @@ _LOAD_EXT = re.compile(r"^%(?:re)?load_ext\s+([\w.]+)", re.MULTILINE)
 
 
 class AutoCells:
-    """The wrappers of the methods by which the kernel or shell runs cells and stores them."""
+    """The wrappers of the methods by which the kernel or shell runs cells and stores them.
+
+    In auto mode, IPython runs other code in place of a cell that the user has typed.
+    """
 
     def __init__(self, pools: Pools) -> None:
         self._shell: Any = pools.shell
@@ -228,7 +237,10 @@ class AutoCells:
         self._mode = pools.auto
 
     def code_to_run(self, code: str, tags: Iterable[str] = ()) -> str:
-        """Return the code that IPython runs in place of a typed cell, or the cell itself."""
+        """Return the code that IPython runs in place of a typed cell.
+
+        That is the cell itself without auto mode, and if no part of the cell runs on the ranks.
+        """
         mode = self._mode
         pool = DEFAULT_POOL if mode.pool is None and TAG in tags else mode.pool
         if pool is None:
@@ -237,7 +249,7 @@ class AutoCells:
         if all(part.is_here for part in parts):
             return code
         if len(parts) == 1 or not is_python(self._shell, code):
-            parts = [CellPart(0, code)]  # whole: a syntax error then names the typed line
+            parts = [CellPart(0, code)]  # unchanged, so that a syntax error names the typed line
         for part in parts:
             mode.loaded |= {name.partition(".")[0] for name in _LOAD_EXT.findall(part.text)}
         other = "" if pool == DEFAULT_POOL else f" --pool {pool}"
@@ -280,7 +292,7 @@ class AutoCells:
         source: str,
         source_raw: str | None = None,
     ) -> Any:
-        """Wrap `store_inputs` of IPython's history: store the typed cell, not the code run."""
+        """Wrap `store_inputs` of IPython's history: store the typed cell, not the code to run."""
         mode = self._mode
         if source_raw is None or not mode.running or source_raw.rstrip() != mode.running.rstrip():
             return original(line_num, source, source_raw)
@@ -290,7 +302,7 @@ class AutoCells:
         return original(line_num, source, mode.typed)
 
     def _record_code(self, code: str, tags: Iterable[str] = ()) -> str:
-        """Return `code_to_run` of a cell; record the code and the cell for `store_inputs`."""
+        """Return `code_to_run` of a cell; record this code and the cell for `store_inputs`."""
         self._mode.typed, replaced = code, self.code_to_run(code, tags)
         self._mode.running = replaced if replaced != code else ""
         return replaced
@@ -320,7 +332,10 @@ def _is_on_ranks(world: World | None, user_ns: dict[str, Any], name: str) -> boo
 
 
 def _is_notebook_magic(shell: Any, loaded: frozenset[str], magic: str) -> bool:
-    """Return True for a magic of the notebook that is neither IPython's nor loaded on ranks."""
+    """Return True for a magic that the notebook has and that ranks probably lack.
+
+    Ranks have the magics of IPython, and those of packages that cells have loaded there.
+    """
     find = shell.find_cell_magic if magic.startswith("%%") else shell.find_line_magic
     function = find(magic.lstrip("%"))
     if function is None:

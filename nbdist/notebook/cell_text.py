@@ -1,7 +1,7 @@
 """Reads the text of cells: their magics, the ranks that magics name, and whether cells are Python.
 
-Runs in the notebook's process; called for cells that run, and for completion while users type.
-The functions here may ask the shell, but change neither the shell nor the workers.
+Runs in the notebook's process, for cells that the user runs, and for completion while users type.
+The functions may read from the shell, but change neither the shell nor the workers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ _ROOT_NAME = re.compile(
     r"(?<![\w.)\]}'\"])([^\W\d]\w*)"
     r"((?:\.\w*|\[[^][]*\]|\([^()]*\))*(?:\[\s*[\"'][^\"'\]]*)?)$"
 )
-"""The end of a text: a name with any attributes, calls and items, and perhaps an unfinished key."""
+"""Matches the expression at the end of a text, such as `losses`, `losses[0].it` or `config["l`.
+
+The expression is a name with any attributes, calls and items, and perhaps an unfinished key.
+"""
 
 
 # A note with the output of cells while auto mode is on.
@@ -71,7 +74,10 @@ class MagicLine:
 
     @property
     def ranks(self) -> str | None:
-        """The text that selects ranks: the line of `%%rank` but `--pool`, else `-r`'s; or None."""
+        """The text that selects ranks, or None.
+
+        That is the line of `%%rank` without `--pool`, and the value of `-r` of other magics.
+        """
         if self.name == "rank":
             return "".join(POOL.sub(" ", self.text).split()) or None
         return join_ranks(RANKS.findall(self.text))
@@ -93,7 +99,10 @@ def magic_at(code: str, cursor: int) -> MagicLine | None:
 
 
 def as_comment(code: str) -> str:
-    """Turn the line of a cell magic into a comment; each other character keeps its position."""
+    """Turn the line of a cell magic into a comment, without moving other characters.
+
+    So positions of the cursor in the cell are also right in the returned code.
+    """
     match = _FIRST.match(code)
     if match is None:
         return code
@@ -102,15 +111,16 @@ def as_comment(code: str) -> str:
 
 
 def root_at(code: str, cursor: int) -> tuple[str, bool]:
-    """Return the first name of the expression that ends at the cursor, and whether more follows.
+    """Return the first name of the expression that ends at the cursor, and whether more follows it.
 
-    Returns ("losses", True) for `losses[0]`, ("losses", False) for `losses`, else ("", False).
+    Returns ("losses", True) for `losses[0]`, ("losses", False) for `losses`, and ("", False) if no
+    such expression ends at the cursor.
     """
     match = _ROOT_NAME.search(code[:cursor])
     return (match[1], bool(match[2])) if match else ("", False)
 
 
-# --- lines that may stand above a cell's magic, which IPython itself does not allow -----------
+# --- lines above a cell's magic, which IPython itself does not allow --------------------------
 
 NBDIST_CELL_MAGICS = ("distributed", "rank", "local")
 
@@ -135,10 +145,12 @@ def transform_first_lines(lines: list[str], *, local_is_plain: bool = True) -> l
     """Move a cell magic of nbdist to the first line, as IPython requires.
 
     Comments and `%load_ext nbdist` above the magic move below it, as comments, so that all other
-    lines keep their numbers.  `%%rank[0,1]` of nbdistributed becomes `%%rank 0,1`.  A `%%local`
-    becomes a comment, but not in a terminal (`local_is_plain` False), which runs a cell without a
-    cell magic after its first line.  A cell with a misplaced magic becomes a line that raises.
-    `%%distributed -h` without more lines, which IPython refuses, becomes `%dist_help distributed`.
+    lines keep their numbers.  A cell with a magic below other code becomes a line that raises.
+
+    `%%rank[0,1]` of nbdistributed becomes `%%rank 0,1`.  `%%distributed -h` without more lines,
+    which IPython refuses, becomes `%dist_help distributed`.  `%%local` becomes a comment if
+    `local_is_plain`.  In a terminal it stays, since a terminal would run a cell without a cell
+    magic as soon as its first line is complete.
     """
     if place := find_misplaced_magic(lines):
         name, number = place
@@ -160,9 +172,10 @@ def transform_first_lines(lines: list[str], *, local_is_plain: bool = True) -> l
 
 
 def find_misplaced_magic(lines: Sequence[str]) -> tuple[str, int] | None:
-    """Return name and line number of nbdist's first cell magic below other code, if any.
+    """Return name and line number of nbdist's first cell magic that is below other code.
 
-    Return None if there is none, and for a cell that begins with another package's cell magic.
+    Returns None if there is no such magic, and for a cell that begins with a cell magic of another
+    package.
     """
     begin = _count_above(lines)
     is_first = begin < len(lines) and _CELL_MAGIC_LINE.fullmatch(lines[begin]) is not None
@@ -185,7 +198,8 @@ def find_misplaced_magic(lines: Sequence[str]) -> tuple[str, int] | None:
 def split_off_magics(cell: str) -> tuple[str, list[LineMagic]]:
     """Split a cell into the part for the ranks and the `%dist_...` magics at the cell's end.
 
-    A cell of only such magics, or that begins with a cell magic, is returned with an empty list.
+    Returns the whole cell and an empty list if the cell begins with a cell magic, or if it has no
+    other code than such magics.
     """
     lines, magics = cell.splitlines(keepends=True), list[LineMagic]()
     if cell.lstrip().startswith("%%"):
@@ -297,7 +311,8 @@ def is_python(shell: InteractiveShell, cell: str) -> bool:
 def as_magic(shell: Any, cell: str, world: World | None) -> str:
     """Turn `cd /tmp` into `%cd /tmp` if IPython would do so, and no rank has a variable `cd`.
 
-    IPython only does so in cells of one line; a cell magic above makes two lines.
+    IPython adds `%` only in cells of one line.  With the cell magic above it, the cell has two
+    lines, so nbdist must add it.
     """
     match = _WORD.fullmatch(cell)
     if match is None or (world and world.session.names.ranks_with(match[1])):
@@ -313,7 +328,7 @@ def check_commands(
 ) -> None:
     """Raise UsageError if a command fills in a variable that only some ranks have.
 
-    Variables that all of `ranks` have, the notebook has, or the cell binds are allowed.
+    A variable is allowed if all of `ranks` or the notebook have it, or if the cell may bind it.
     """
     for name in names_in_commands(python):
         have = names.ranks_with(name)
@@ -359,16 +374,20 @@ def check_magics(module: ast.Module) -> None:
 
 
 def place_error(name: str, where: str) -> UsageError:
-    """Return the error for a cell magic below other lines; `name` is the magic's, with one `%`."""
+    """Return the error for a cell magic below other code; `where` says where to split the cell.
+
+    `name` is the name of the magic with one `%`.
+    """
     return UsageError(f"%{name} must be the first line of its cell: split the cell {where}.")
 
 
 def refuse_magic(shell: InteractiveShell, name: str, text: str) -> None:
-    """Raise the error of a cell magic below other lines.
+    """Raise the error of a cell magic below other code.
 
-    Registered as a line magic, as IPython takes `%%distributed` in the middle of a cell for a line
-    magic named `%distributed`.  `text` has the line's number if `transform_first_lines` has
-    replaced the cell; for a cell that has loaded nbdist itself, the number is searched here.
+    This function is registered as a line magic, since IPython takes `%%distributed` in the middle
+    of a cell for a line magic named `%distributed`.  `text` has the line's number if
+    `transform_first_lines` has replaced the cell.  In the cell that loads nbdist, it has not been
+    called yet, so this function searches the line.
     """
     cell = [*shell.history_manager.input_hist_raw][-1]  # type: ignore[union-attr]
     place = find_misplaced_magic(cell.splitlines(keepends=True))
@@ -377,12 +396,12 @@ def refuse_magic(shell: InteractiveShell, name: str, text: str) -> None:
 
 
 def in_notebook_lines(first_line: str, cell: str) -> str:
-    """Return the source to send: the cell below `first_line` as a comment.
+    """Return the source to send to ranks: the cell, with its first line above it as a comment.
 
-    With the comment, lines have the same numbers as in the notebook.  No comment is added if the
-    cell begins with another cell magic, which must be on the first line, or if `first_line` is "",
-    as in auto mode.  The comment is indented like the cell's first line, because IPython dedents a
-    whole cell by the indentation of its first line.
+    So lines have the same numbers as in the notebook.  No comment is added if the cell begins with
+    another cell magic, which must be on the first line, or if `first_line` is "", as in auto mode.
+    The comment is indented like the cell's first line, because IPython dedents a whole cell by the
+    indentation of its first line.
     """
     is_whole = not first_line or cell.lstrip().startswith("%%")
     indent = re.match(r"\s*?([ \t]*)(?=\S|$)", cell)
@@ -390,7 +409,10 @@ def in_notebook_lines(first_line: str, cell: str) -> str:
 
 
 def execution_count(shell: InteractiveShell) -> int:
-    """Return the number of the running cell, whose input IPython has stored already."""
+    """Return the number of the running cell, as in `In[5]`.
+
+    IPython has stored the cell's input already, which the count of inputs includes.
+    """
     inputs = shell.history_manager.input_hist_parsed  # type: ignore[union-attr]
     return max(1, len(inputs) - 1)
 
@@ -412,5 +434,5 @@ def request_of(shell: InteractiveShell) -> dict[str, Any]:
 
 
 def is_attended(shell: InteractiveShell) -> bool:
-    """Return False if the cell's request says that nobody can type, as papermill's requests do."""
+    """Return False if the cell's request says that no user can type input, as papermill's do."""
     return bool(request_of(shell).get("content", {}).get("allow_stdin", True))

@@ -96,13 +96,16 @@ class MagicCall:
 
     @property
     def busy_world(self) -> World:
-        """The pool's world, without a wait for a cell that runs; raises as `world` does."""
+        """The pool's world, also while jobs run; raises WorldNotStarted as `world` does."""
         if self.pool.world is None or self.pool.world.state is WorldState.STOPPED:
             raise WorldNotStarted(f"`{self.command.shown_name}`")
         return self.pool.world
 
     def query_agent(self, pool: Pool, request: RequestBody) -> Any:
-        """Return the agent's answer to a request, also while a cell runs; () if there is none."""
+        """Return the agent's answer to a request, also while a cell runs.
+
+        Returns () if there are no workers, or if no answer comes.
+        """
         if pool.world is None:
             return ()
         session = pool.world.session
@@ -118,7 +121,8 @@ class MagicCall:
     def ranks_of(self, text: str | None) -> tuple[int, ...]:
         """Return the ranks that a text such as `0,2-3` selects; None selects all ranks.
 
-        The workers may have died.  Raises UsageError for a text that selects no rank.
+        Ranks whose workers have died can be selected too.  Raises BadRanks for a text that selects
+        no rank, and WorldNotStarted if the pool has no world.
         """
         return parse_ranks("all" if text is None else text, (self.pool.world or self.world).size)
 
@@ -141,7 +145,10 @@ class MagicCall:
 
 @dataclass(frozen=True)
 class MagicResult:
-    """A magic's value: returned to code that uses it, as `x = %magic` does, otherwise dropped."""
+    """A value that a magic returns if the cell uses the value, as in `x = %dist_gather loss`.
+
+    If the cell does not use the value, it is dropped, so that IPython does not show it.
+    """
 
     value: Any
 
@@ -154,8 +161,8 @@ Returned = CommandOutput | MagicResult | str | None
 class Command:
     """A magic of nbdist; the function `run` is called with a `MagicCall`.
 
-    `looks` are the options with which the magic changes nothing, so that it may run beside a
-    running cell; "" says that no option is needed.
+    `looks` are the options with which the magic changes nothing, so that it may run in a subshell
+    while a cell runs; "" among them means that the magic never changes anything.
     """
 
     run: Callable[[MagicCall], Returned]
@@ -182,7 +189,10 @@ class Command:
         return (self.run.__doc__ or "").replace("\n\n::\n\n", "\n\nusage:\n\n", 1).rstrip()
 
     def asks_for_help(self, text: str) -> bool:
-        """Return True if the magic's line has `-h` or `--help`, not counting a script's words."""
+        """Return True if the magic's line has the option `-h` or `--help`.
+
+        After the name of a script, these are options of the script and do not count.
+        """
         if text.split(maxsplit=1)[:1] in ([flag] for flag in HELP_FLAGS):
             return True
         try:
@@ -214,7 +224,7 @@ class Command:
 
     @property
     def looking(self) -> list[str]:
-        """The calls that may run beside a cell: `%dist_status`, `%dist_output --log`."""
+        """The calls of this magic that may run in a subshell, such as `%dist_output --log`."""
         return [f"{self.shown_name} --{name}" if name else self.shown_name for name in self.looks]
 
     def magic(self, pools: Pools) -> Callable[..., Any]:
@@ -226,7 +236,7 @@ class Command:
             if self.asks_for_help(text):
                 (helper,) = (each for each in find_commands() if each.name == HELP_MAGIC)
                 return helper.magic(pools)(self.name)
-            # In a subshell the count would include output of magics that the main thread runs.
+            # Not in a subshell: the count would include output of magics on the main thread.
             is_panel = has_panels(pools.shell, pools.settings)
             is_counted = is_panel and not is_in_subshell(pools.shell)
             with OUTPUTS.counting() if is_counted else nullcontext():
@@ -307,15 +317,16 @@ def command(
     Args:
         options: decorators that add options, in the order of the help; `--pool` is always added.
         kind: "cell" for a magic on the first line of a cell.
-        split: divides a line that has more than options into options and other words.
-        looks: the options with which the magic changes nothing but asks by `query_agent`, so
-            that it may run while a cell runs; "" says that no option is needed.
+        split: divides the line into a part that argparse reads, and words that it does not read,
+            such as the arguments of a script.
+        looks: the options with which the magic changes nothing and asks only by `query_agent`, so
+            that it may run while a cell runs; "" if it never changes anything.
         in_a_line: whether the cell magic is also a line magic: `%distributed x = 1`.
     """
 
     def decorate(run: Callable[[MagicCall], Returned]) -> Command:
-        # The world's options come last: they are in groups, and argparse would add any option
-        # that follows to the last group.
+        # The world's options come last: they are in groups, and IPython's `magic_arguments` would
+        # add any option that follows to the last group.
         own_options = [option for option in options if option is not world_options]
         shown = (*own_options, pool_option, *(set(options) - set(own_options)))
         for option in reversed(shown):
@@ -360,7 +371,7 @@ def cell_options() -> list[CellOption]:
     loaded: list[CellOption] = []
     for point in _plugins().values():
         if point.group == plugins.CELL_OPTIONS_GROUP:
-            with suppress(Exception):  # other people's modules
+            with suppress(Exception):  # importing a plugin can raise anything
                 loaded.append(point.load())
     return loaded
 
@@ -377,7 +388,7 @@ def _loaded(point: EntryPoint) -> Command:
         if isinstance(loaded, Command):
             return loaded
         why = "it is no command"
-    except Exception as error:  # noqa: BLE001 (other people's modules)
+    except Exception as error:  # noqa: BLE001 (importing a plugin can raise anything)
         why = f"{type(error).__name__}: {one_line(str(error))}"
     problem = f"`%{point.name}` cannot be used: {point.value} was not imported ({why})."
 
@@ -395,7 +406,7 @@ def _name_pool(error: NbdistError, pool: Pool) -> None:
 
 
 def _stopped(stop: KeyboardInterrupt, world: World | None) -> KeyboardInterrupt:
-    """Return the error for a command that Stop has ended; the error tells the workers' state."""
+    """Return the error for a command that Stop has ended, with a text on the workers' state."""
     if isinstance(stop, Interrupted) or world is None:
         return stop if isinstance(stop, Interrupted) else Interrupted(())
     if world.state is WorldState.STOPPING:
@@ -403,7 +414,7 @@ def _stopped(stop: KeyboardInterrupt, world: World | None) -> KeyboardInterrupt:
         return Interrupted((), outcome=recovery)
     if world.state is WorldState.BROKEN:
         return Interrupted((), outcome=healing_text(world.session, range(world.size)))
-    if busy := world.session.unfinished:  # with a job, which this Stop has not interrupted
+    if busy := world.session.unfinished:  # ranks run a job, which this Stop has not interrupted
         run = "runs" if len(busy) == 1 else "run"
         return Interrupted((), outcome=f"{name_ranks(busy)} still {run} another cell")
     return Interrupted(range(world.size) if world.state.has_workers else ())
@@ -412,7 +423,7 @@ def _stopped(stop: KeyboardInterrupt, world: World | None) -> KeyboardInterrupt:
 # --- whether a magic's value is used ----------------------------------------------------------
 
 BETWEEN = ("nbdist.", "IPython.")
-"""Prefixes of the names of modules whose frames lie between the cell's code and the magic."""
+"""Prefixes of the names of modules whose frames are between the cell's frame and the magic's."""
 
 UNUSED = {("POP_TOP", ""), ("PRINT_EXPR", ""), ("CALL_INTRINSIC_1", "INTRINSIC_PRINT")}
 """CPython's instructions after a call whose value is dropped, or shown as the cell's last value."""

@@ -1,7 +1,7 @@
 """Answers completions and inspections in cells of the workers and in lines of nbdist's magics.
 
-Runs in the notebook's process; the kernel's methods are wrapped, and front ends may ask from
-several threads.  No name of the workers is bound in the notebook for completion.
+Runs in the notebook's process, in wrappers of the kernel's methods, perhaps on several threads at
+once.  Names of the workers are completed without binding them in the notebook.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ TIMEOUT = 0.9  # seconds for the workers' answer: JupyterLab waits for one secon
 
 
 class Completion:
-    """Answers requests of front ends, by asking an idle rank or by what the notebook knows."""
+    """Answers a front end's requests for completions and inspections in cells of the workers.
+
+    It asks an idle rank; without an answer it completes names from the notebook's tables.
+    """
 
     def __init__(self, pools: Pools, commands: Iterable[Command]) -> None:
         self._pools = pools
@@ -93,9 +96,9 @@ class Completion:
     # --- answers ------------------------------------------------------------------------------
 
     def _answer(self, question: TypingQuestion) -> Completions | Description | None:
-        """Answer about a magic's line, or about a cell of the workers by asking a rank.
+        """Answer a question about a line of a magic or, by asking a rank, about a cell of workers.
 
-        Returns None if the notebook's kernel should answer, as in plain cells, without workers, and
+        Returns None if the notebook's kernel should answer: in plain cells, without workers, and
         for attributes of the notebook's own variables.
         """
         cursor, line = question.cursor, None
@@ -126,7 +129,10 @@ class Completion:
         return Description({}) if isinstance(question, Inspect) else Completions((), cursor, cursor)
 
     def _add_names(self, world: World, answer: Any, root: str, text: str) -> Completions | None:
-        """Add the notebook's names to a rank's answer, and the ranks' names if no rank answered."""
+        """Add the notebook's variables that begin with the typed text to a rank's answer.
+
+        If no rank has answered (`answer` is None), adds the known variables of the ranks too.
+        """
         shell = self._pools.shell
         known_names = {**shell.user_ns}.keys() - shell.user_ns_hidden
         if answer is None:
@@ -172,7 +178,10 @@ class Completion:
         return magic, " " * begin + code[begin:].partition("\n")[0]
 
     def _plain_text(self, code: str, cursor: int) -> str:
-        """Return the code for IPython, with blanks or a comment in place of a workers' magic."""
+        """Return the code that IPython gets, without the magic that names workers.
+
+        Blanks or a comment replace the magic, so that all other characters keep their positions.
+        """
         if line := self._code_in_line(code, cursor):
             return line[1]
         return as_comment(code) if workers_cell(code, cursor) else code
@@ -191,11 +200,14 @@ class Completion:
 def _ask(
     world: World, magic: MagicLine, question: TypingQuestion
 ) -> Completions | Description | None:
-    """Ask an idle rank of the cell's ranks, else of the others; None without a timely answer."""
+    """Ask an idle rank of the cell's ranks; if none of them answers, ask an idle one of the others.
+
+    Returns None if no answer has come after `TIMEOUT` seconds.
+    """
     every = range(world.size)
     try:
         ranks = parse_ranks(magic.ranks or "all", world.size)
-    except NbdistError:  # the ranks are half typed
+    except NbdistError:  # the user is still typing the ranks
         ranks = (*every,)
     until = time.monotonic() + TIMEOUT
     for each in (ranks, {*every}.difference(ranks)):
@@ -228,7 +240,7 @@ Choices = tuple[Candidate, ...]
 
 
 def choices(pools: Pools, command: Command, text: str, pool: str | None) -> tuple[Choices, str]:
-    """Return the candidates for the last word of a command's line, and its typed beginning.
+    """Return the candidates for the last word of a command's line, and that word as typed so far.
 
     The candidates are options with their help, or names of variables if the command takes names and
     the word does not begin with `-`.  Options and names that the line has already are left out.

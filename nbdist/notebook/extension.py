@@ -91,7 +91,10 @@ def unload(shell: InteractiveShell) -> None:
 def register(
     shell: InteractiveShell, pools: Pools, commands: Sequence[Command], stack: ExitStack
 ) -> None:
-    """Register the magics, and line magics for misplaced cell magics, until `stack` closes."""
+    """Register the magics of `commands`; closing `stack` removes them again.
+
+    Also registers `refuse_magic`, for cell magics below other code.
+    """
     magics: list[tuple[Callable[..., Any], str, str]] = [
         (each.magic(pools), each.kind, each.name) for each in commands
     ]
@@ -111,9 +114,9 @@ def register(
 def wrap_methods(
     shell: InteractiveShell, pools: Pools, commands: Sequence[Command], stack: ExitStack
 ) -> None:
-    """Wrap methods of the shell, and of its kernel if it has one, until the stack is closed.
+    """Wrap methods of the shell, and of its kernel if it has one; closing `stack` restores them.
 
-    The wrappers complete and inspect names of workers, run auto mode, and explain errors.
+    The wrappers complete and inspect names of workers, run auto mode, and add hints to errors.
     """
     from nbdist.notebook.auto_mode import AutoCells
     from nbdist.notebook.commands.run import debug_ranks
@@ -184,12 +187,12 @@ def wrap(holder: object, name: str, around: Callable[..., Any]) -> Callable[[], 
     return undo
 
 
-# --- refusing, before any start, libraries that nbdist does not support ------------------------
+# --- refusing to load if a library has a version that nbdist does not support -------------------
 
 
 @cache
 def check_libraries() -> None:
-    """Raise WrongVersion for the first library that is out of the range of pyproject.toml.
+    """Raise WrongVersion if an installed library has a version that pyproject.toml excludes.
 
     Libraries that are not installed here are ignored: workers may run in another Python.
     """
@@ -202,11 +205,12 @@ def check_libraries() -> None:
 
 
 def read_rest_of_cell(shell: Any) -> None:
-    """Let nbdist transform the rest of the cell that has just loaded it.
+    """Let nbdist transform the rest of the cell that has just loaded nbdist.
 
-    IPython has transformed and split the cell before nbdist was loaded, and runs each statement
-    by `run_code`.  If nbdist changes the text of the cell, the whole cell is transformed again
-    and runs in place of the next statement, and the other statements are skipped.
+    IPython has transformed the cell before nbdist was loaded, has split it into statements, and
+    runs each statement by `run_code`.  If `transform_first_lines` changes the cell's text, the
+    wrapper of `run_code` transforms and runs the whole cell in place of the next statement, and
+    skips all statements after that.
     """
     is_running = has_run = False
 
@@ -231,7 +235,8 @@ def read_rest_of_cell(shell: Any) -> None:
             is_running = False
 
     def end(*_: object) -> None:
-        if not is_running:  # the cell has ended, or nbdist was loaded outside of a cell
+        # While the rest of the cell runs, the event is of another cell, which this cell runs.
+        if not is_running:
             undo()
             for event in EVENTS:
                 shell.events.unregister(event, end)
@@ -247,11 +252,15 @@ EVENTS = ("pre_run_cell", "post_run_cell")
 # --- hints if a plain cell uses a name of the workers, or a magic is misspelt ---------------------
 
 PACKAGE_PREFIX = os.path.dirname(nbdist.__file__) + os.sep
-OF_OURS = (NbdistError, KeyboardInterrupt, CancelledError)  # errors shown without nbdist's frames
+OF_OURS = (NbdistError, KeyboardInterrupt, CancelledError)  # shown without frames of nbdist
 
 
 class Border:
-    """Adds hints to errors before IPython shows them: where a name is, or which magic exists."""
+    """Adds hints to errors before IPython shows them.
+
+    The hints say which ranks have a name that the notebook lacks, and which magic a misspelt name
+    may mean.
+    """
 
     def __init__(self, pools: Pools, commands: Iterable[Command]) -> None:
         self._pools = pools
@@ -294,9 +303,10 @@ class Border:
 
 
 def _cut_traceback(error: BaseException | None) -> None:
-    """Remove nbdist's frames from the traceback of an error of nbdist or of Stop.
+    """Remove nbdist's frames from the traceback of an error that nbdist or Stop has raised.
 
-    Does the same for the error's cause, or else its context, and so on.
+    Other errors keep their tracebacks.  Does the same for the error's cause, or else its context,
+    and so on.
     """
     seen_ids: set[int] = set()
     while error is not None and id(error) not in seen_ids:

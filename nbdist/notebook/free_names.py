@@ -23,7 +23,7 @@ from nbdist.values.payload import Identity, is_atomic
 
 _READS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_NAME", "DELETE_GLOBAL")
 _OWN_READS = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_NAME")
-"""The reading instructions that search the names of a class's body before the globals."""
+"""The instructions of `_READS` that also find names which the body of a class has bound."""
 _BINDS = ("STORE_NAME", "STORE_GLOBAL")
 _UNBINDS = ("DELETE_NAME", "DELETE_GLOBAL")
 _RETURNS = ("RETURN_VALUE", "RETURN_CONST")
@@ -51,8 +51,8 @@ _OPTION = re.compile(r"\s*(-\S+|\d+)")
 _IPYTHON_LINE = re.compile(r"^[ \t]*[%!].*$", re.MULTILINE)
 
 _State = frozenset[str | int]
-"""The facts that are certain whenever an instruction is reached: names (str) that are bound, and
-functions that are not made yet, by the index (int) of the instruction that makes each."""
+"""What is certain whenever an instruction is reached.  A str is a name that is bound.  An int is
+the index of an instruction that makes a function, and the function is not made yet."""
 
 
 _Reads = dict[str, frozenset[str]]
@@ -81,7 +81,7 @@ def bound_before(source: str) -> Mapping[str, frozenset[str]]:
 
 
 def names_used_later(source: str) -> frozenset[str]:
-    """Find the global names that functions, classes and lambdas of a cell read."""
+    """Find the global names that functions, classes and lambdas of a cell read when they run."""
     return frozenset(_cell(source).inner)
 
 
@@ -118,7 +118,7 @@ def names_in_commands(source: str) -> list[str]:
 
 
 def names_filled_in(text: str) -> list[str]:
-    """Find the names that `{x}` and `$x` fill into a command that does not itself set them."""
+    """Find the names in `{x}` and `$x` of a command, except those that the command itself sets."""
     names = (name for source in _filled_in([text]) for name in sorted(names_used(source)))
     return [name for name in dict.fromkeys(names) if not _is_the_shells(name, text)]
 
@@ -135,9 +135,10 @@ def _cell(source: str) -> _Code:
 class _Code:
     """The global names that a code object (a cell, a class's body or a function) reads and binds.
 
-    - `used`: names that the code reads before they are certainly bound, in a cell also by later
-      calls of its functions; each with the names that are certainly bound at all these reads.
-    - `later`: names that calls of functions in the code read; in a function, all that it reads.
+    - `used`: names that the code reads while they may be unbound; in a cell, also names that later
+      calls of its functions read.  Each has the names that are certainly bound at all these reads.
+    - `later`: names that functions in the code read when they are called; if the code is itself a
+      function, also all names that it reads.
     - `inner`: names that functions, classes and lambdas in the code read.
     - `certain`: names that are bound whenever a cell ends without an error.
     - `bound`: names that the code may bind or delete; `unbound`: globals that functions delete.
@@ -175,7 +176,10 @@ class _Code:
     # --- what an instruction reads and binds ----------------------------------------------
 
     def _reads(self, index: int, step: dis.Instruction) -> _Reads:
-        """Return the names that an instruction reads; record bound names, and read attributes."""
+        """Return the names that an instruction reads.
+
+        Also records the names that it binds or deletes, and what `chains` and `commands` need.
+        """
         name = step.argval
         if step.opname in _DOTS:
             self._record_chain(index)
@@ -193,9 +197,9 @@ class _Code:
         return {name: _NONE} if step.opname in _READS else {}
 
     def _reads_of_definition(self, index: int, code: types.CodeType) -> _Reads:
-        """Return the names that are read when a function or class is made.
+        """Return the names that are read when the function or class of this `code` is made.
 
-        Records the names that are read later, when the function is called.
+        Records the names that are read when the function is called.
         """
         inner = _Code(code)
         self.bound |= inner.bound
@@ -257,7 +261,8 @@ class _Code:
         """
         for step, names, state in zip(self._steps, reads, states, strict=True):
             if state is not None:
-                # Comprehensions, functions and classes in a class do not see its names.
+                # Comprehensions, functions and classes in the body of a class do not see the names
+                # that the body has bound.
                 self._record_reads(names, state if step.opname in _OWN_READS else state - self._own)
         if not self._is_cell:
             return
@@ -283,7 +288,8 @@ class _Code:
             if name not in state:
                 _add(self.used, {name: bound})
             for index, (function, later) in self._functions.items():
-                # A read of a function's name may be a call; methods do not see the class's names.
+                # Where a function's name is read, the function may be called, and then reads its
+                # own names.  A method does not see names that the body of its class has bound.
                 if function == name and index not in state:
                     called = dict.fromkeys(later, bound)
                     if self._is_cell:
@@ -321,10 +327,11 @@ class _Code:
         return states
 
     def _after_with(self, handlers: dict[int, int]) -> dict[int, set[str]]:
-        """Map the jump after an error that a `with` suppressed to the names that its body binds.
+        """Map the jump that ends a `with` after a suppressed error to the names its body binds.
 
-        The names count as bound after the jump, as almost no context manager suppresses errors.
-        Returns an empty dict if the code names `suppress` or `raises`, which suppress errors.
+        The names count as bound after that jump, although the error may have come before: almost no
+        context manager suppresses errors.  Returns an empty dict if the code names `suppress` or
+        `raises`, which do.
         """
         bound_by_jump: dict[int, set[str]] = {}
         for start, step in enumerate(self._steps):
@@ -355,7 +362,7 @@ def code_in_magic(method: str, texts: list[str]) -> list[str]:
     """Return the Python sources in a call such as `get_ipython().run_line_magic("time", "f(x)")`.
 
     `method` is the method's name and `texts` its arguments.  Each `{x}` and `$x` is a source of
-    its own.  The list is empty for methods that are not of magics or commands.
+    its own.  Returns [] for methods that run neither a magic nor a command of the system.
     """
     if method in ("system", "getoutput", "getoutput_all"):
         return _filled_in(texts)
@@ -373,7 +380,10 @@ def _filled_in(texts: list[str]) -> list[str]:
 
 
 def _python(text: str) -> str:
-    """Return the Python in a magic's text, perhaps without leading options and `%` lines; or ""."""
+    """Return the Python code in a magic's text, or "" if there is none.
+
+    Leaves out options at the beginning and lines with `%` or `!` as far as that makes it Python.
+    """
     while True:
         code = next(filter(_is_python, (text, _IPYTHON_LINE.sub("", text))), "")
         option = _OPTION.match(text)
@@ -385,7 +395,7 @@ def _python(text: str) -> str:
 def _is_python(text: str) -> bool:
     try:
         _cell(text)
-    except (SyntaxError, ValueError):  # ValueError: null bytes.
+    except (SyntaxError, ValueError):  # ValueError if the text has null bytes
         return False
     return True
 
@@ -402,9 +412,10 @@ _ABSENT = object()
 
 
 class Gathered:
-    """The variables that hold values gathered from ranks: `name in gathered`.
+    """The notebook's variables that hold values gathered from ranks: `name in gathered`.
 
-    A name is contained until the notebook binds it to another object, or to a number or text.
+    A name is contained until the notebook binds another object to it.  Equal numbers and texts can
+    be the same object: for these `record_assigned` decides.
     """
 
     def __init__(self, namespace: Mapping[str, Any]) -> None:
@@ -418,7 +429,7 @@ class Gathered:
 
     @property
     def has_any(self) -> bool:
-        """True if a name was gathered that `record_assigned` has not forgotten."""
+        """Whether any name was gathered and not forgotten by `record_assigned`."""
         return bool(self._values)
 
     def add(self, names: Iterable[str]) -> None:
@@ -428,10 +439,10 @@ class Gathered:
             self._of_this_cell.add(name)
 
     def record_assigned(self, names: Iterable[str]) -> None:
-        """Forget gathered names that the notebook has bound since; called when a cell has ended.
+        """Forget gathered names that the cell which has just ended has bound to other values.
 
-        `names` are those that the cell may have bound.  A name with a number or text is forgotten
-        even if its object is the same, as equal ones may be, unless this cell gathered the name.
+        `names` are those that the cell may have bound.  A number or text counts as another value
+        unless this cell gathered it: an equal value that the cell assigns can be the same object.
         """
         for name in self._values.keys() & set(names):
             may_be_equal = is_atomic(self._namespace.get(name)) and name not in self._of_this_cell

@@ -48,9 +48,10 @@ OPTION_GROUPS = {
 """The groups of a world's options in the help of a magic, by the first option of each group."""
 
 READ_LATE = {"env", "rdzv_endpoint"}
-"""Options whose text `typed_options` reads, not argparse.
+"""Options whose text `typed_options` reads, and not argparse.
 
-`--env` can be repeated, and `%dist_run` may ignore `--rdzv-endpoint`, even an invalid one.
+`--env` can be repeated, so only all of its texts together have a value.  `%dist_run` may ignore
+`--rdzv-endpoint`, so an invalid value must not fail before.
 """
 
 Magic = Callable[..., Any]
@@ -91,7 +92,7 @@ class JoinRanks(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Add a value to the earlier ones; argparse calls this for each `-r`."""
+        """Add the value of this `-r` to the earlier values; argparse calls this for each `-r`."""
         earlier = getattr(namespace, self.dest)
         texts = [values] if earlier is None else [earlier, values]
         setattr(namespace, self.dest, join_ranks(texts))
@@ -117,7 +118,7 @@ ranks_option = argument(
     "-r", "--ranks", action=JoinRanks, help=f"which ranks: {RANKS_FORMS} (the default)"
 )
 
-# The name is torchrun's.
+# The name is that of torchrun's option for the same purpose.
 restarts_option = argument(
     "--max-restarts",
     metavar="N",
@@ -128,21 +129,21 @@ restarts_option = argument(
 
 
 def typed_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options for `World` that were typed, without `--pool`, which only names a pool."""
+    """Return by name the options for `World` that the user has typed, except for `--pool`."""
     typed = {name: getattr(options, name, None) for name in OPTIONS if name != "pool"}
     typed = {name: value for name, value in typed.items() if value is not None}
     return typed | {name: OPTIONS[name].read(typed[name]) for name in READ_LATE & typed.keys()}
 
 
 def immediate_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that were typed and that apply to running workers without a restart."""
+    """Return the typed options that apply to running workers at once, without a restart."""
     return {
         name: value for name, value in typed_options(options).items() if OPTIONS[name].is_dynamic
     }
 
 
 def check_same(world: World, options: argparse.Namespace) -> None:
-    """Raise UsageError if options of a cell differ from the workers' and need a restart."""
+    """Raise UsageError if a typed option would need a restart of the running workers."""
     typed = {
         name: value
         for name, value in typed_options(options).items()
@@ -151,10 +152,10 @@ def check_same(world: World, options: argparse.Namespace) -> None:
     if "n" in typed and (size := world.session.resolve(typed.pop("n"))) != world.size:
         pool = world.session.config.pool
         raise WorldSizeMismatch(world.size, size, "" if pool == DEFAULT_POOL else pool)
-    # Options that were not typed at the start have the values that the start has chosen.
+    # If an option was not typed at the start, compare with the value that the start has chosen.
     session = world.session
     chosen = {"backend": session.backend, "name": session.spec.name}
-    is_full = not isinstance(session.config.n, int)  # without a number, workers fill `-j`
+    is_full = not isinstance(session.config.n, int)  # unless `-n` is a number, workers fill `-j`
     chosen["layout"] = (is_full and session.config.layout) or session.layout
     chosen["launcher"] = session.config.launcher_name
     for name, new in typed.items():
@@ -174,7 +175,10 @@ def check_same(world: World, options: argparse.Namespace) -> None:
 
 
 def torchrun_options(magic: Magic) -> Magic:
-    """Let a magic accept torchrun's options that nbdist does not need; `ignored` lists them."""
+    """Let a magic accept torchrun's options that nbdist does not need.
+
+    The parsed options have a list of those that were typed, as `ignored`.
+    """
     for flags, only in TORCHRUN_IGNORED.items():
         how: dict[str, Any] = {"dest": "ignored", "action": "append", "help": SUPPRESS}
         if flags[0] in _WITHOUT_VALUE:
@@ -197,7 +201,7 @@ ARGPARSE = (
     (re.compile(r"^the following arguments are required: (.*)"), r"it needs \1"),
     (re.compile(r"^argument (?:\S+/)?(\S+): expected one argument"), r"`\1` needs a value"),
 )
-"""Messages of argparse, and their wording here."""
+"""Patterns of argparse's messages, and the texts that replace them in nbdist's messages."""
 
 
 def parse(magic: Magic, name: str, line: str) -> argparse.Namespace:
@@ -243,7 +247,11 @@ def _takes_value(flag: str, flags: Mapping[str, argparse.Action]) -> bool:
 
 
 def _word(line: str, at: int) -> tuple[str, int]:
-    """Return the word at a position, without quotes around it or its value, and the word's end."""
+    """Return the word that begins at the position `at` of a line, and the position of its end.
+
+    Leaves out quotes around the word, or around the value in `A="1 2"`.  Raises ValueError if a
+    quote is not closed.
+    """
     match = WORD.match(line, at)
     if match is None:
         return "", len(line)
@@ -299,7 +307,10 @@ SAME = {
 """Flags of other tools that are accepted in place of our flag."""
 
 OLD = {"--rank": "-r", "--local": "--here-too", "--no-free": "--no-release"}
-"""Former names of our flags, which still work, with a line that names the new flag."""
+"""Former names of our flags, and the present names.
+
+Former names still work; `old_flags` makes a line for the user that names the present flag.
+"""
 
 MEANT = {
     "--num-procs": "-n",
@@ -374,13 +385,13 @@ OTHER_TOOLS_MAGICS = {
     "parallel": "begin the cell with `%%distributed`",
     "torchrun": "`%dist_run -n 4 train.py` runs a script",
 }
-"""Magics of ipyparallel, nbdistributed and others, with a hint on what serves the purpose here."""
+"""Magics of ipyparallel, nbdistributed and others, with a hint on what to use in nbdist."""
 
 _NOT_FOUND = re.compile(r"^(?:Line magic function|Cell magic) `(%%?)(\S+?)` not found\b")
 _UNRECOGNIZED = re.compile(r"^unrecognized arguments: ((\S+).*)")
 _FLAG = re.compile(r"(?<!\S)--?[A-Za-z][\w-]*(?=[=\s]|$)")
 
-NEAR_FLAG, NEAR_MAGIC = 0.7, 0.75  # similarity, from 0 to 1, above which a name is suggested
+NEAR_FLAG, NEAR_MAGIC = 0.7, 0.75  # the least similarity, from 0 to 1, of a suggested name
 
 
 def old_flags(line: str, flags: Collection[str]) -> list[str]:
@@ -392,7 +403,7 @@ def old_flags(line: str, flags: Collection[str]) -> list[str]:
 def our_flag(flag: str, flags: Collection[str]) -> str:
     """Return our flag for a flag of another tool, of a former version, or with underscores.
 
-    A flag is returned unchanged if the magic's `flags` have that flag, or no flag of ours for it.
+    Returns a flag unchanged if it is one of the magic's `flags`, or if they lack our flag for it.
     """
     renamed = SAME.get(flag) or OLD.get(_dashed(flag)) or _dashed(flag)
     return renamed if renamed in flags and flag not in flags else flag

@@ -42,7 +42,7 @@ class LastValues(Mapping[int, Any]):
     """
 
     def __init__(self, values: Mapping[int, Any], fetch: FetchValues) -> None:
-        """Use `values`, which has an `Elsewhere` for each value that `fetch` has yet to fetch."""
+        """`values` has an `Elsewhere` in place of each value that `fetch` can get from its rank."""
         self._values = dict(sorted(values.items()))
         self._fetch = fetch
 
@@ -82,7 +82,7 @@ class LastValues(Mapping[int, Any]):
 
 
 class Elsewhere(str):
-    """A text in place of a value that is not in the notebook; shown without quotes."""
+    """A text that is shown, without quotes, in place of a value that is not in the notebook."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -96,8 +96,8 @@ def last_values(
 ) -> LastValues:
     """Return the last values of a cell that has ended, of the ranks that succeeded.
 
-    Small values have come with the messages on the ranks' ends.  Bigger values are fetched when
-    they are accessed, by a task that `fetch` runs.
+    Small values have arrived with the message by which each rank reports that its cell has ended.
+    Bigger values are fetched when they are accessed, by a task that `fetch` runs.
     """
     values: dict[int, Any] = {}
     unread: dict[int, str] = {}
@@ -110,7 +110,7 @@ def last_values(
             continue
         try:
             values[track.rank] = running.value(done)
-        except Exception as error:  # noqa: BLE001 (a class can raise anything while it is rebuilt)
+        except Exception as error:  # noqa: BLE001 (unpickling runs code of any class)
             problem = one_line(f"{type(error).__name__}: {error}")
             unread[track.rank] = f"cannot be read in the notebook: {problem}"
             values[track.rank] = Elsewhere(f"<{unread[track.rank]}>")
@@ -179,9 +179,9 @@ class Why:
 
 
 def failure_of(running: TaskRun, error: NbdistError, logs: Mapping[int, str]) -> Why | None:
-    """Return why a cell failed; None unless the error is a rank's or the loss of the agent.
+    """Return why a cell failed, if ranks failed or the agent was lost; None for other errors.
 
-    If the agent was lost, only the title is known.
+    If the agent was lost, the failure has only a title.
     """
     if isinstance(error, AgentLost):
         return Why(f"{_clock(time.time())} · {error}")
@@ -194,7 +194,8 @@ def failure_of(running: TaskRun, error: NbdistError, logs: Mapping[int, str]) ->
     when = f"{running.seconds_until(first.time_ns):.1f} s into "
     when += f"Cell In[{number}]" if number else "the cell"
     title = f"{_clock(first.time_ns / 1e9)} · {where} · {when} · {error_text(first)}"
-    # The agent of a lost machine cannot send the last lines: use the output that was shown.
+    # `first` may lack the last lines of output, which a lost machine cannot send: pass the lines
+    # that the notebook has.
     tail = running.transcript[rank].tail(SHOWN_LAST_LINES)
     body = body_text(first, (each.text for each in tail if isinstance(each, ScreenLine)))
     return Why(title, body, tuple(later_errors_text(errors, rank)), logs.get(rank, ""))
@@ -206,14 +207,17 @@ def failure_of_start(error: StartError) -> Why:
 
 
 def death_of(rank: int, host: str, died: Died, log: str) -> Why:
-    """Return the failure of a rank that died in no cell, for `%dist_why`."""
+    """Return the failure of a rank that died while it ran no cell, for `%dist_why`."""
     who = f"rank {rank} on {host}" + (f" (pid {died.pid})" if died.pid else "")
     end = f"the process {idle_end(died)}"
     return Why(f"{_clock(died.time_ns / 1e9)} · {who} · {end}", body_text(died), (), log)
 
 
 def idle_end(died: Died) -> str:
-    """Return how a process ended outside of a cell, with the reason unless Stop ended it."""
+    """Return a text on how a rank's process ended while no cell was running, and why.
+
+    If Stop has killed the process, the text does not say when or why.
+    """
     if died.by_stop:
         return died.end
     why = f": {died.why}" if died.why else ""
@@ -229,13 +233,15 @@ def _clock(seconds: float) -> str:
 
 @dataclass
 class Routine:
-    """The plan for automatic snapshots that `--every` has set, and the session's newest snapshot.
+    """A pool's plan for automatic snapshots, which `--every` has set, and its newest snapshot.
 
     `every` is the number of successful cells between two snapshots; 0 for no automatic snapshots.
+    `selection` has the variables to save, None for all, and the name of the snapshots, None for the
+    default name.  `cells` is the number of successful cells since `--every` was set.
     """
 
     every: int = 0
-    selection: tuple[tuple[str, ...] | None, str | None] = (None, None)  # variables, name
+    selection: tuple[tuple[str, ...] | None, str | None] = (None, None)
     cells: int = 0
     newest: Snapshot | None = field(default=None, repr=False)
 

@@ -1,4 +1,7 @@
-"""The magics that run cells on workers, that set auto mode, and that list magics (`%dist_help`)."""
+"""The magics that run cells on workers, that set auto mode, and that list magics (`%dist_help`).
+
+They run in the notebook's process when a user calls them.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +52,10 @@ sending_options = (
 
 
 def send(line: MagicCall, steps: CellSteps) -> None:
-    """Send a cell and follow it to its end, or in the background with `--no-wait`.
+    """Send a cell to ranks by the first of `steps`, and follow the cell to its end.
 
-    The first of the steps sends the cell.  With `--here-too` the cell then runs in the notebook
-    as well, while the ranks run it.
+    With `--no-wait` the cell becomes a `Job`, and this function returns at once.  With `--here-too`
+    the cell also runs in the notebook, while the ranks run it.  Raises the cell's error.
     """
     options, pool = line.options, line.pool
     name, here = options.out or "", getattr(options, "here_too", False)
@@ -89,7 +92,7 @@ def send(line: MagicCall, steps: CellSteps) -> None:
 
 
 def _awaits(shell: InteractiveShell, cell: str) -> bool:
-    """Return True if the cell has a top-level `await`; False if it is not Python."""
+    """Return True if the cell awaits something outside of functions; False if it is not Python."""
     try:
         transformed = shell.transform_cell(cell)
     except SyntaxError:
@@ -100,7 +103,7 @@ def _awaits(shell: InteractiveShell, cell: str) -> bool:
 def _run_here(line: MagicCall, running: TaskRun) -> BaseException | None:
     """Run the cell in the notebook too; return its error, which IPython has shown already.
 
-    After Stop, which also stops the ranks, returns None.
+    If Stop has ended the cell, interrupts the ranks too and returns None.
     """
     ran: Any = line.pool.shell.run_cell(line.cell)
     if world := line.pool.world:
@@ -110,9 +113,9 @@ def _run_here(line: MagicCall, running: TaskRun) -> BaseException | None:
             for name in track.done.bound if track.done else ():
                 world.session.names.record_gathered(name, (track.rank,))
     error: BaseException | None = ran.error_before_exec
-    if error is None:  # not `or`, as a user's exception can be falsy
+    if error is None:  # not by `or`, since a user's exception can be false as a truth value
         error = ran.error_in_exec
-    if isinstance(error, KeyboardInterrupt):  # Stop also stops the ranks
+    if isinstance(error, KeyboardInterrupt):
         running.stops += 1
         return None
     return error
@@ -181,9 +184,10 @@ def distributed(line: MagicCall) -> None:
 
 
 def _reset_here(line: MagicCall) -> bool:
-    """If auto mode's cell begins with `%reset`, ask the user; delete the notebook's variables too.
+    """If a cell in auto mode begins with `%reset`, run that line in the notebook too.
 
-    Returns False if the user says no.  The ranks' `%reset` gets `-f`, so that no rank asks.
+    Without `-f` in the line, asks the user first, and returns False if the user says no.  The
+    ranks' `%reset` gets `-f`, so that no rank asks again.
     """
     shell: Any = line.pool.shell
     cell = as_magic(shell, line.cell, line.pool.world)
@@ -193,7 +197,7 @@ def _reset_here(line: MagicCall) -> bool:
     if "-f" not in match[1].split():
         try:
             is_meant = shell.ask_yes_no(ASKED, default="n")
-        except StdinNotImplementedError:  # if nobody can answer, IPython's `%reset` deletes too
+        except StdinNotImplementedError:  # nobody can answer: delete, as IPython's `%reset` does
             is_meant = True
         if not is_meant:
             line.display.show_text("nothing was deleted")
@@ -217,9 +221,9 @@ def _steps(line: MagicCall) -> CellSteps:
 
 
 def _split_ranks(_: Magic, text: str) -> tuple[str, list[str]]:
-    """Read the whole line but `--pool` as ranks.
+    """Return a line for argparse in which all text except `--pool NAME` is one argument, the ranks.
 
-    Argparse alone would take `-1` for an option, and `0, 2` for two words.
+    Argparse by itself would take `-1` for an option, and `0, 2` for two arguments.
     """
     ranks = "".join(_RANK_SEPARATOR.sub(",", POOL.sub(" ", text)).split())
     if not ranks:
@@ -235,7 +239,8 @@ def _split_ranks(_: Magic, text: str) -> tuple[str, list[str]]:
 )
 def rank(line: MagicCall) -> None:
     """Run the cell on some ranks only: `%%rank 0,2-3` is `%%distributed -r 0,2-3`."""
-    parse_ranks(line.options.ranks, line.busy_world.size)  # raises without workers; starts none
+    # Without workers this raises WorldNotStarted, since `%%rank` must not start workers.
+    parse_ranks(line.options.ranks, line.busy_world.size)
     line.options = parse(distributed.run, line.command.shown_name, f"-r={line.options.ranks}")
     distributed.run(line)
 
@@ -270,7 +275,9 @@ def local(line: MagicCall) -> None:
     # In a notebook, `transform_first_lines` has turned such a cell into a plain cell before.
     shell = line.pool.shell
     result = shell.run_cell(line.cell)
-    if hasattr(shell, "kernel"):  # in a terminal, the error was shown and no other cell waits
+    # An error makes the kernel abort the cells that are queued.  A terminal queues no cells, and
+    # IPython has shown the error already.
+    if hasattr(shell, "kernel"):
         result.raise_error()
 
 

@@ -1,4 +1,7 @@
-"""The magics that show workers: states, stacks, output, the last failure, the ends of log files."""
+"""The magics that show workers: states, stacks, output, the last failure, the ends of log files.
+
+They run in the notebook's process when a user calls them, some of them also while a cell runs.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ ATTEMPT_OPTION = whole_number("--attempt", "a number, such as `--attempt 1`", mi
 
 STREAM_CHOICES = ("stdout", "stderr")
 
-PAGE_LINES = 10_000  # lines per further request, if the first answer has too few
+PAGE_LINES = 10_000  # lines in each further request, if the first answer has too few lines
 
 ReadLogs = Callable[[GetLogs], tuple[LogTail, ...]]
 
@@ -80,7 +83,10 @@ log_options = (
 
 
 def log_of(line: MagicCall) -> CommandOutput:
-    """Return the last lines of the ranks' log files, here or on other machines."""
+    """Return the last lines of the ranks' log files.
+
+    Files of this machine are read here; files of other machines are read by their agents.
+    """
     options, world = line.options, line.pool.world
     try:
         pattern = None if options.grep is None else re.compile(options.grep)
@@ -110,9 +116,10 @@ def log_of(line: MagicCall) -> CommandOutput:
 def last_lines(
     tail: LogTail, get: GetLogs, ask: ReadLogs, pattern: re.Pattern[str] | None = None
 ) -> tuple[str, ...]:
-    """Return the last lines of a file, or the last lines with the pattern.
+    """Return the last lines of a file, or of its lines that match the pattern.
 
-    `tail` is the answer to `get` for this file; earlier pages are requested with `ask` as needed.
+    `tail` is the answer to `get` for this file.  While it has too few lines, earlier lines of the
+    file are requested with `ask`.
     """
     lines: list[str] = []
     more = get._replace(ranks=(tail.rank,), streams=(tail.stream,), most=PAGE_LINES)
@@ -126,7 +133,7 @@ def last_lines(
 def _files(tails: Sequence[LogTail], get: GetLogs, session: Session) -> Iterator[str]:
     """Yield lines that name the files, ranks whose files lack lines, and ranks without an answer.
 
-    Raises UsageError if no answer has a file, or if no file is of the attempt.
+    Raises UsageError if no answer has a file, or if there is no file of the attempt `get.attempt`.
     """
     machines, folders = session.machines, dict[tuple[str, Path], list[int]]()
     attempts = {number for each in tails for number in each.attempts}
@@ -149,7 +156,7 @@ def _files(tails: Sequence[LogTail], get: GetLogs, session: Session) -> Iterator
 
 # --- states, stacks, the last cell's output and the last failure ------------------------------
 
-SHORTEST = 0.5  # seconds between two refreshes at least, as each one takes the ranks' time
+SHORTEST = 0.5  # the fewest seconds between two refreshes, since each takes time of the ranks
 
 DOCTOR_TIMEOUT = 180.0
 """Seconds for `nbdist doctor`; longer than its own limit for the import of torch."""
@@ -221,7 +228,7 @@ def _pool_status(line: MagicCall, pool: Pool) -> CommandOutput:
             return shown_stacks(pool.headline, ())
         ranks = parse_ranks(line.options.ranks or "all", pool.world.size)
         stacks = line.query_agent(pool, GetStacks(ranks))
-        # The headline after the stacks: asking for stacks shows whether the agent was lost.
+        # Read the headline only now: the request for stacks has shown whether the agent is lost.
         return shown_stacks(pool.headline, stacks, pool.world.session.machines.who)
     workers = line.query_agent(pool, GetStatus())
     if line.options.ranks is not None:
@@ -255,9 +262,10 @@ OPEN_LINES = 60
 
 
 def shown_stacks(head: str, stacks: Iterable[Stack], who: Who = name_ranks) -> CommandOutput:
-    """Draw equal stacks once, with their ranks; addresses in memory do not count.
+    """Return the stacks of ranks as an output; equal stacks are shown once, with their ranks.
 
-    On a page the first stack is open, and so are others up to `OPEN_LINES` lines in total.
+    Stacks that differ only in memory addresses or process ids count as equal.  On a page the first
+    stack is open, and further stacks as long as all lines so far are at most `OPEN_LINES`.
     """
     groups, parts, drawn = group_stacks(stacks), [line(bold(head))], 0
     for each in groups:

@@ -1,4 +1,7 @@
-"""The magics that start, restart, scale, interrupt, end and attach to workers."""
+"""The magics that start, restart, scale, interrupt, end and attach to workers.
+
+They run in the notebook's process when a user calls them.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +100,7 @@ def dist_interrupt(line: MagicCall) -> str:
 
 
 def _end_of(job: Job) -> str:
-    """Wait for a job that was interrupted, as long as Stop waits for ranks; say how it ended."""
+    """Wait for an interrupted job, at most `CONTROL_TIMEOUT` seconds; return how it has ended."""
     try:
         job.wait(CONTROL_TIMEOUT)
     except (NbdistError, Interrupted) as end:
@@ -197,7 +200,7 @@ def dist_attach(line: MagicCall) -> str | None:
     *others, running = world.session.runs
     line.display.add_note(f"{_title(chosen)} · {running.task.title}")
     for each in others:
-        # As `--no-wait`: Stop of this cell does not stop them, and they never return control.
+        # Make the task a job: Stop in this cell does not interrupt it, and no cell waits for it.
         each.patience = replace(each.patience, control_timeout=None)
         display = line.pool.display()
         display.add_note(each.task.title)

@@ -1,4 +1,7 @@
-"""The magics `%dist_run` for scripts, `%dist_debug` for a failed rank, and `%dist_memory`."""
+"""The magics `%dist_run` for scripts, `%dist_debug` for a failed rank, and `%dist_memory`.
+
+They run in the notebook's process when a user calls them.
+"""
 
 from __future__ import annotations
 
@@ -90,9 +93,10 @@ REDIRECTS = re.compile(r"[0-3]")
 
 
 def _torchruns_line(line: MagicCall) -> Iterator[str]:
-    """Yield notes on torchrun's options that are ignored, and on `-r`.
+    """Yield notes for a line that was written for torchrun.
 
-    If all workers are on this machine, remove the `--rdzv-*` options, which several machines need.
+    They say which options are ignored, and that `-r 3` selects a rank and not torchrun's redirects.
+    If all workers are on this machine, the `--rdzv-*` options are removed and count as ignored.
     """
     options = line.options
     ignored = list[str](options.ignored or ())
@@ -126,7 +130,7 @@ def _steps(line: MagicCall) -> CellSteps:
     return (yield from steps)
 
 
-# --- a rank's exception in its own debugger; IPython's `%debug` and `%pdb` lead there ---------
+# --- debugging a rank's exception on the rank; IPython's `%debug` and `%pdb` do this too ----------
 
 
 @command(ranks_option)
@@ -169,14 +173,17 @@ def failed_rank(pool: Pool) -> int:
 
 
 def debug_ranks(pools: Pools, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Wrap `InteractiveShell.debugger`, to debug a rank if the last error was nbdist's."""
+    """Wrap `InteractiveShell.debugger`: if the last error was nbdist's, debug a rank instead.
+
+    That is the rank that failed first in the last failed cell of any pool.
+    """
     shell = pools.shell
     is_wanted = bool(args or kwargs) or shell.call_pdb
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if not is_wanted or not isinstance(error, NbdistError | Interrupted):
         return original(*args, **kwargs)
     if isinstance(error, UsageError) and shell.call_pdb:
-        return None  # a command was refused before a rank ran it: no frames to debug
+        return None  # no rank has run anything, so no rank has frames to debug
     failed = [(pool.failed[0], pool.name) for pool in pools if pool.failed is not None]
     _, name = max(failed, default=(0.0, DEFAULT_POOL))
     return shell.run_line_magic("dist_debug", "" if name == DEFAULT_POOL else f"--pool {name}")
@@ -201,7 +208,7 @@ def dist_memory(line: MagicCall) -> CommandOutput:
 
 
 def memory_tables(by_rank: Mapping[int, Memory]) -> CommandOutput:
-    """Draw the memory of ranks: a line for all, a table by rank, and tables of the largest tensors.
+    """Return tables of the memory of ranks: of all ranks, of each rank, and of the largest tensors.
 
     A further table has tensors that only the last traceback and `Out` hold.
     """
@@ -249,7 +256,7 @@ def per_rank(by_rank: Mapping[int, F], figures_of: Callable[[F], Figures]) -> li
 
 
 def drop_empty_columns(table: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Remove columns that are empty below their heading, as `GPU` on a machine without GPUs."""
+    """Remove columns that are empty below their heading, such as `GPU` without GPUs."""
     return [*zip(*(each for each in zip(*table, strict=True) if any(each[1:])), strict=True)]
 
 
@@ -313,7 +320,10 @@ def freed_figures(cleaned: Cleaned) -> Figures:
 
 
 def rounded(size: int) -> str:
-    """Write `43 MiB`, `240 MiB`, `1.2 GiB`, so coarsely that similar ranks have equal texts."""
+    """Write a size as `43 MiB`, `240 MiB` or `1.2 GiB`.
+
+    The size is rounded so that ranks with similar sizes have equal texts and share a row.
+    """
     if size >= 2**30:
         return f"{size / 2**30:.1f} GiB"
     number = size / 2**20

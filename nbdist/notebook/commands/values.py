@@ -1,4 +1,7 @@
-"""The magics that copy variables: notebook to ranks and back, rank to rank, and snapshots."""
+"""The magics that copy variables: notebook to ranks and back, rank to rank, and snapshots.
+
+They run in the notebook's process when a user calls them.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ ONE_RANK = re.compile(r"-?\d+")
         "a dimension for the ranks"),
     argument("--cat", action="store_true", help="the ranks' values end to end"),
     argument("--dim", metavar="D", type=int, help="along which dimension (0)"),
-    # Users end a line with `;` by habit, so that its value is not shown.
+    # Users end a line with `;` by habit, so that IPython does not show its value.
     split=lambda _, line: (line.rstrip("; "), []),
 )  # fmt: skip
 def dist_gather(line: MagicCall) -> MagicResult:
@@ -105,10 +108,11 @@ def _between_commas(text: str) -> list[str]:
 def targets_of(
     expressions: Sequence[str], given: str | None, *, is_assigned: bool = False
 ) -> list[str]:
-    """Return the notebook's name for each gathered expression.
+    """Return the notebook's name for each gathered expression: the one after `--as`, or itself.
 
-    Raises UsageError if an expression is no name, has none by `--as`, and the magic's value is
-    not used (`is_assigned`); or if two names are equal.
+    `is_assigned` is True if the cell assigns the magic's value, as in `x = %dist_gather y[0]`.
+    Otherwise an expression that is no name, such as `y[0]`, needs a name after `--as`.  Raises
+    UsageError for an expression without a name, or if two names are equal.
     """
     value_transfer.check_expressions(expressions)
     line = f"`%dist_gather {' '.join(expressions)}`"
@@ -123,7 +127,10 @@ def targets_of(
 
 
 def _target_names(names: Sequence[str], given: str | None, have: str) -> list[str]:
-    """Return the names after `--as`, or `names` without it; UsageError if the numbers differ."""
+    """Return the names after `--as` (`given`), or `names` without it.
+
+    Raises UsageError if `--as` has more or fewer names than `names`; `have` begins the message.
+    """
     targets = [*names] if given is None else given.replace(" ", "").split(",")
     if len(targets) == len(names):
         return targets
@@ -272,7 +279,7 @@ def save_due_snapshot(pool: Pool) -> None:
     """
     routine = pool.routine
     if pool.world is None or not pool.world.session.is_idle:
-        return  # a snapshot has the variables of all ranks, so the next cell counts instead
+        return  # a snapshot needs all ranks: do not count this cell, so that the next one is due
     if not routine.is_due():
         return
     try:
