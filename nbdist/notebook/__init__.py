@@ -1,1 +1,1 @@
-"""Runs in the notebook's kernel: magics, display, and what to ship."""
+"""Code of the notebook's process: magics, displays, and which variables are sent with a cell."""

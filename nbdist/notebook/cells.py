@@ -50,10 +50,13 @@ from nbdist.world.world import World
 
 R = TypeVar("R")
 
-LONG_CELL = 2.0  # seconds; hardly anybody reloads the page during a shorter cell
+LONG_CELL = 2.0  # seconds; users hardly ever reload the page during a shorter cell
 
 Pack = Callable[[NameTable], Plan]
-"""A function that plans, by the table of names, what to send; called before each attempt."""
+"""A function that gets a world's table of names, and plans what to send with a cell.
+
+It is called before each attempt, because the ranks may lack more variables after a failed attempt.
+"""
 
 
 def source_steps(
@@ -87,10 +90,10 @@ def prepare(
     display: CellDisplay,
     options: argparse.Namespace,
 ) -> tuple[Task, World]:
-    """Return the task for a cell or other work, and the pool's world, which is started if needed.
+    """Return a task for `work`, and the pool's world; start the world if there are no workers.
 
-    The task has the number of the notebook cell.  If this page was opened or reloaded while the
-    last cell ran, and that cell was long, a note says how to see the missed output.
+    Also adds a note on missed output, if the page was opened or reloaded while the last distributed
+    cell ran and that cell took at least `LONG_CELL` seconds.
     """
     for_training = isinstance(work, CellCode) and names_training(work.text)
     world = pool.ensure(options, display, ranks=options.ranks, for_training=for_training)
@@ -103,7 +106,7 @@ def prepare(
         page_text = "this page was opened or reloaded"
         display.add_note(f"{page_text} before {cell} had ended: `%dist_output -2` shows its output")
     on = parse_ranks("all" if options.ranks is None else options.ranks, world.size)
-    # With `--detach`, another notebook may later bind the cell's last value.
+    # With `--detach`, another notebook may attach and ask for the cell's last value.
     keeps = options.out is not None or world.session.config.detach
     count, key = execution_count(pool.shell), cell_id(pool.shell)
     return world.session.task(work, ranks=on, execution_count=count, key=key, keeps=keeps), world
@@ -114,7 +117,7 @@ def run_steps(
 ) -> R:
     """Run a generator to its end; return its result, or raise a result that is an error.
 
-    `take` gets what the generator yields.
+    Calls `take` with each value that the generator yields.
     """
     while True:
         try:
@@ -141,11 +144,13 @@ def attempt_steps(
 ) -> CellSteps:
     """Run a cell and show its output; return its result, or the error of the last attempt.
 
-    The error is returned and not raised: a StopIteration of a rank becomes an error of that class,
-    which a generator cannot raise.  `setup` identifies a cell that new workers will run too.
+    The error is returned and not raised: if a rank raised StopIteration, the error is a
+    StopIteration too, which a generator cannot raise.  `setup` identifies a cell that new workers
+    will run too; "" for other cells.
 
-    With `--max-restarts`, each attempt starts from the same table of names: names that a failed
-    attempt has bound do not count.  Restarted ranks get the variables that they lack.
+    With `--max-restarts`, each attempt gets the notebook's variables as the first attempt did, even
+    if a failed attempt has bound their names on the ranks.  Restarted ranks are sent the variables
+    that they lack.
     """
     patience = world.session.config.with_changes(**immediate_options(options)).patience
     patience = replace(patience, timeout=options.timeout)
@@ -171,11 +176,14 @@ def attempt_steps(
 def outcome_of(
     pool: Pool, world: World, running: TaskRun, display: CellDisplay
 ) -> CellResult[Any] | BaseException:
-    """Return the result or the error of a cell that has ended; show the error of a job."""
+    """Return the result or the error of a cell that has ended.
+
+    The error of a job is added to the job's panel, since no cell raises it.
+    """
     try:
         check_end(pool, world, running)
     except (NbdistError, Interrupted) as error:
-        if running.patience.control_timeout is None:  # a background job: no cell shows its error
+        if running.patience.control_timeout is None:  # the cell is a job
             display.add_note(str(error), at_once=False)
             display.redraw_ended(running.transcript, pool.log_files())
         return error
@@ -185,8 +193,8 @@ def outcome_of(
 def make_shipment(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shipment:
     """Decide which variables to send with a cell.
 
-    If the plan has a question, first ask ranks which of the objects in question they have changed.
-    Ranks that run a job are not asked, so the cell does not wait for the job.
+    If the plan has a question, first ask ranks which of the question's objects they have changed.
+    Ranks that run a job are not asked: they could answer only after the job.
     """
     send_plan = pack(names)
     if (question := send_plan.question) is not None:
@@ -211,11 +219,11 @@ def _attempt(
     packed = shipment.packed(display)
     task = replace(task, names=packed.payloads)
     try:
-        # Ranks may run the task before `follow_steps` handles Stop, so handle Stop from here on.
+        # Redirect Stop before the task is sent: ranks may begin it before `follow_steps` does so.
         with redirect_stops(partial(world.session.count_stop, task)):
             machines = world.session.machines
             running = world.session.submit(task, patience, shipment.parcels)
-            # A job that is restarted while a later cell runs does not become the newest cell.
+            # A further attempt of a job does not become the newest cell: a later cell may be newer.
             if patience.control_timeout is not None or not task.attempt.number:
                 pool.last = running
             pool.note_deaths(world, display, machines)
@@ -244,7 +252,7 @@ def follow_steps(
     Shows the task's output if there is a display.  If a rank reads input, an input box opens below
     the output, but only while a cell waits for the task.
     """
-    is_here = True  # the running notebook cell is the one that sent the task
+    is_here = True  # whether the notebook cell that runs now has sent the task
     is_job = running.patience.control_timeout is None
     with redirect_stops(partial(world.session.count_stop, running.task)):
         following, longest = world.follow(running, answers=True), None
@@ -258,7 +266,8 @@ def follow_steps(
                 is_here = is_here and is_attended
                 with running.counting_stops():
                     if display:
-                        pool.show_widgets()  # before the displays, which need the widgets' models
+                        # The page must have a widget's model before a display shows the widget.
+                        pool.show_widgets()
                         _redraw(running, outputs, display, is_attended=is_attended)
                         pool.show_late(at_once=False, running=display)
                     if is_attended and (rank := running.next_to_ask) is not None:
@@ -289,7 +298,7 @@ def _redraw(
 ) -> None:
     waits, asks = running.waits, running.prompts.text
     done, total = running.bytes_moved
-    # Only in a panel: in a terminal, each change would be another line.
+    # Only in a panel: a terminal would print a new line for each change.
     if not waits and display.can_change and done < total and not display.is_quiet:
         waits = f"big values are being packed: {size_text(done)} of {size_text(total)}"
     if asks and not is_attended:
@@ -302,8 +311,9 @@ def _redraw(
 def check_end(pool: Pool, world: World, running: TaskRun, *, stopped: bool | None = None) -> None:
     """Raise the error of a cell that failed or was stopped; return if the cell succeeded.
 
-    The error says how dead ranks are replaced.  `stopped` says whether Stop was pressed; by
-    default, whether the task has counted a Stop.  Records a failure for `%dist_why`.
+    The error also says what was done about dead ranks.  A failure is recorded for `%dist_why`.
+    `stopped` says whether the user has pressed Stop; None means that the task's count of Stops
+    decides.
     """
     if running.unfinished and world.session.outlives_kernel():
         find = f"`%dist_attach {world.session.spec.name}` in the next one finds them"
@@ -332,9 +342,12 @@ def check_end(pool: Pool, world: World, running: TaskRun, *, stopped: bool | Non
 
 
 def _not_sent_text(pool: Pool, name: str) -> str:
-    """Return why a variable of the notebook was not sent, and what sends it; or ""."""
+    """Return why the cell did not get a variable of the notebook, and a magic that sends it.
+
+    Returns "" if the notebook has no such variable to send.
+    """
     if name in WORKERS_OWN or name in WORKERS_MODULES:
-        return ""  # never sent: each worker has its own
+        return ""  # the notebook's value is never sent, because each worker has its own
     if name in pool.gathered:
         why = f"`{name}` was gathered from the ranks, so it is not sent by itself"
     elif name in pool.shell.user_ns:
@@ -349,8 +362,8 @@ def fetch_results(
 ) -> dict[int, Any]:
     """Run a task without showing its output, and return its results by rank.
 
-    Waits for jobs on the task's ranks first.  With a display, the progress of the transfer is
-    shown, named `what`.
+    First waits for jobs on the task's ranks.  With a display, shows the progress of the transfer
+    after the text `what`.
     """
     show = progress(display, what) if display else None
     with redirect_stops(partial(world.session.count_stop, task)):
@@ -375,9 +388,10 @@ def bind(
     display: CellDisplay | None = None,
     shipped: Mapping[int, Parcel] | None = None,
 ) -> TaskRun:
-    """Run `task`, then bind its values by `work`; if `task` fails on any rank, bind nothing.
+    """Run `task`, which brings values to ranks; if it succeeds on all ranks, bind them by `work`.
 
-    A display shows the output of `task`, but not of `work`.
+    A display shows the output of `task`, but not of `work`.  `shipped` has by rank the names and
+    objects that the rank is sent.
     """
     machines = world.session.machines
     for running in bind_steps(world.session, task, work, shipped):
@@ -404,8 +418,8 @@ def _record_failure(pool: Pool, running: TaskRun) -> None:
 def notes_on(transcript: Transcript, table: NameTable) -> Iterator[str]:
     """Yield notes on a cell that has ended.
 
-    The notes name files that were edited after ranks imported the files, and, once for each name,
-    the workers' own names, such as `rank`, to which the cell gave another value.
+    A note names each file that was edited after ranks imported the file.  Another note, once for
+    each name, says that the cell gave another value to a name of the workers, such as `rank`.
     """
     changed: dict[str, list[int]] = defaultdict(list)
     covered: dict[str, list[int]] = defaultdict(list)

@@ -97,7 +97,10 @@ class PanelDisplay:
         self._notes, self._passing = [*notes], list[str]()
 
     def add_note(self, text: str, *, at_once: bool = True, stays: bool = True) -> None:
-        """Add a line below the output; unless `stays`, only while the cell runs."""
+        """Add a line below the output; unless `stays`, only while the cell runs.
+
+        A quiet display leaves out lines that do not stay.
+        """
         if self.is_quiet and not stays:
             return
         (self._notes if stays else self._passing).append(in_pool(text, self._pool))
@@ -107,9 +110,10 @@ class PanelDisplay:
     def show_status(self, text: str, *, in_background: bool = False) -> None:
         """Show the notes and this line until something else is drawn.
 
-        If the setting `seconds` is "none", a text is not drawn: the panel only appears at the end.
-        A quiet display draws a text only for a cell that will run `in_background`, whose later
-        drawings a page shows only if the cell itself has made the display.
+        If the setting `seconds` is "none", a line is not shown, since nothing is drawn before the
+        cell's end; a call with "" still shows the notes.  A quiet display shows a line only for a
+        cell that will run `in_background`: a page shows later drawings of such a cell only if the
+        cell itself has made the display.
         """
         is_hidden = self._seconds == "none" or (self.is_quiet and not in_background)
         if not (text and is_hidden):
@@ -132,7 +136,8 @@ class PanelDisplay:
         """Redraw the running cell's panel, but not too often, and not if `seconds` is "none".
 
         Called after new output of ranks, and periodically without output.  `waits` is a line
-        on ranks that wait for others; `usage` is a line on the memory and GPUs in use.
+        on ranks that wait for others; `usage` is a line on the memory and GPUs in use.  A quiet
+        display is first drawn when `waits` is not "".
         """
         now = time.monotonic()
         if now < self._draw_at or self._seconds == "none":
@@ -182,7 +187,10 @@ class PanelDisplay:
             self._below.add(transcript)
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
-        """Draw the final panel of a cell that has ended, then its figures, each as a display."""
+        """Draw the final panel of a cell that has ended, then its figures, each as a display.
+
+        A quiet display shows no output of a cell that has succeeded.
+        """
         if not self._has_panel(transcript):
             return
         self._begin_last()
@@ -202,7 +210,11 @@ class PanelDisplay:
         return self.is_quiet and transcript.has_succeeded
 
     def _has_panel(self, transcript: Transcript) -> bool:
-        """Return False for a quiet cell that has succeeded and has nothing else to tell."""
+        """Return True if the ended cell needs a panel: each cell that is not quiet, or has failed.
+
+        A quiet cell that has succeeded needs a panel if a panel was drawn while it ran, or if there
+        are notes or warnings for the user.
+        """
         is_drawn = self._is_drawn or bool(self._id_above)
         return (
             not self._hides_output(transcript)
@@ -223,17 +235,18 @@ class PanelDisplay:
     def _begin_last(self) -> bool:
         """Let the next drawing create a new display in place of the present one, if possible.
 
-        Returns False if that is impossible: nothing was drawn, another cell runs now, or a page may
-        show other output of the cell, and so updates the present display.  A user who has cleared
-        the cell's output on a page sees only a new display.
+        If the user has cleared the cell's output on a page, updates of the present display are not
+        seen, but a new display is.  Returns False if the next drawing has to update the present
+        display: if nothing was drawn, if another cell runs now, or if a page may show other output
+        of the cell, which would be cleared too.
         """
         if not (self._is_drawn or self._id_above) or self._find_request() != self._request:
             return False
         is_alone = self._is_alone and OUTPUTS.number == self._displays + self._below.count
         # On a page, displays below the panel may be widgets, whose state would be lost.
         if is_alone and not (self._is_page and self._below.count):
-            # Clearing removes typed text too, and the input box that a page keeps after Stop.
-            # Clearing earlier would remove an input box that still waits.
+            # This also removes typed text, and the input box that a page keeps after Stop.  It must
+            # not happen earlier, when it could remove an input box that still waits for the user.
             clear_output(wait=True)
             self._id_above, self._below = "", Below(self._pool)
             self._displays = OUTPUTS.number = 0
@@ -248,10 +261,10 @@ class PanelDisplay:
         """Prepare for output of another cell; a panel needs no preparation."""
 
     def add_late(self, transcript: Transcript, outputs: RankOutputs) -> None:
-        """Do nothing: `redraw_ended` draws what the transcript has."""
+        """Do nothing: `redraw_ended` draws the whole transcript, which has these outputs too."""
 
     def finish_late(self) -> bool:
-        """Return False: `redraw_ended` draws all lines, complete or not."""
+        """Return False, since `redraw_ended` draws incomplete lines without this call."""
         return False
 
     def redraw_ended(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
@@ -275,7 +288,10 @@ class PanelDisplay:
         self._draw(html, panel_text(shown if self._seconds == "all" else timeless))
 
     def _passing_text(self, text: str) -> str:
-        """Return the text, with a line break if clients other than a page append the next text."""
+        """Return the text of a drawing that is not the last one.
+
+        Clients that are no pages append the text of the next drawing, so add a line break for them.
+        """
         return text if self._is_page else f"{text}\n"
 
     def _draw(self, html: str, text: str) -> None:
@@ -299,14 +315,15 @@ def _encodable(text: str) -> str:
 
 
 def must_be_told(transcript: Transcript) -> bool:
-    """Return True if a cell has warnings, or has tracked numbers that are NaN or infinite."""
+    """Return True if a quiet cell has warnings, or has tracked numbers that are NaN or infinite."""
     return bool(transcript.warnings) or transcript.curves.has_odd_numbers
 
 
 class PlainDisplay:
     """Prints a cell's output line by line, for terminals and logs.
 
-    Has the methods of `PanelDisplay`.
+    Has the methods of `PanelDisplay`.  A quiet display prints the output only at the end of the
+    cell, and only if the cell has not succeeded.
     """
 
     can_change = False
@@ -403,7 +420,10 @@ class PlainDisplay:
         self._write(save_figures(transcript, logs))
 
     def add_late(self, transcript: Transcript, outputs: RankOutputs) -> None:
-        """Keep the lines of outputs that arrived after the end of the cell, for `redraw_ended`."""
+        """Keep the lines of outputs that arrived after the end of the cell, for `redraw_ended`.
+
+        A quiet display drops them.
+        """
         if self.is_quiet:
             return
         if self._lines is None:
@@ -413,16 +433,20 @@ class PlainDisplay:
             self._has_late_output = True
 
     def finish_late(self) -> bool:
-        """Keep incomplete late lines too; return True if there was late output to finish."""
+        """Let `redraw_ended` print incomplete late lines too.
+
+        Returns True if late output has come since the last call.
+        """
         had_late, self._has_late_output = self._has_late_output, False
         if had_late and self._lines is not None:
             self._late_lines += self._lines.finish(time.monotonic())
         return had_late
 
     def redraw_ended(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
-        """Print the complete late lines; of very many, the last ones, and how many others came.
+        """Print the complete lines of late output, at most the last `MAX_LATE_LINES`.
 
-        While IPython's prompt is open, IPython prints them above the prompt.
+        If there are more, the first printed line has their number.  While a prompt is open, IPython
+        prints the lines above the prompt.
         """
         if self._lines is not None:
             self._late_lines += self._lines.flush()
@@ -450,7 +474,7 @@ class PlainDisplay:
 
 
 CellDisplay: TypeAlias = PanelDisplay | PlainDisplay
-"""The place where the output of one cell, or of one magic, appears."""
+"""A display for the output of one cell, or of one magic."""
 
 
 def make_display(
@@ -583,7 +607,7 @@ def progress(display: CellDisplay, what: str) -> Callable[[int, int], None]:
     def show(done: int, total: int) -> None:
         nonlocal due
         if (now := time.monotonic()) >= due:
-            # Lines in a terminal are not replaced: the time between them doubles.
+            # A terminal gets a new line each time, so double the time between lines.
             due = now + (REDRAW_INTERVAL if display.can_change else now - started)
             display.show_status(progress_text(what, done, total, now - started))
 
@@ -596,9 +620,9 @@ def progress_text(what: str, done: int, total: int, seconds: float) -> str:
 
 
 def moved(steps: Generator[int, None, T], total: int, display: CellDisplay, what: str) -> T:
-    """Run a generator to its end, showing its progress, and return its result.
+    """Run a generator to its end, show its progress after the text `what`, and return its result.
 
-    The generator yields the number of bytes that are done.  If Stop ends the generator, the partial
+    The generator yields the number of bytes that are done.  If Stop interrupts it, its partial
     result is released.
     """
     show = progress(display, what)

@@ -1,7 +1,7 @@
-"""Watches workers while no cell runs, adds late output to its cells, and handles Stop (SIGINT).
+"""Watches workers while no cell runs, shows late output, and handles Stop (SIGINT).
 
 Runs in the notebook's process, on IPython's main thread.  `Pool` owns an `IdleWatch` and the
-`FinishedCells`, `Pools` an `IdleStop`.
+`FinishedCells`, and `Pools` owns an `IdleStop`.  Loops that follow a cell or job use `Stops`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from nbdist.words import name_ranks
 from nbdist.world.agent_link import Link
 from nbdist.world.task_run import RankOutputs
 
-# The least and the greatest pause after a call of `notice`, in seconds, while no task runs.
+# The shortest and longest pause, in seconds, before the next call of `notice` while no task runs.
 IDLE_PAUSE, MAX_IDLE_PAUSE = 0.25, 1.0
-PAUSES_PER_NOTICE = 4  # the pause is this many times as long as the call took, within the limits
+PAUSES_PER_NOTICE = 4  # the pause is so many times as long as the last call, within these limits
 
 
 class IdleWatch:
@@ -56,9 +56,10 @@ class IdleWatch:
         return f"<IdleWatch of {self._link}>"
 
     def follow(self, link: Link | None) -> None:
-        """Watch this link instead of the former link; None to watch no link.
+        """Watch this link instead of the former link; with None, watch no link.
 
-        Without a running event loop, or outside the main thread, no link is watched.
+        Without a running event loop, and on other threads than the main thread, this ends the watch
+        of the former link and starts no new watch.
         """
         if link is self._link and not (self.loop and self.loop.is_closed()):
             return
@@ -69,16 +70,17 @@ class IdleWatch:
             return
         if link is None or not is_main_thread():
             return
-        # A duplicate descriptor stays open when the link closes the original.
+        # Duplicate the descriptor: the link may close its own while the loop still watches this.
         self._link, self.loop, self._wakeup_fd = link, loop, os.dup(link.idle_signal)
-        # An empty context: in this cell's context, later output would be shown below this cell.
+        # Run callbacks in an empty context: in the context of the present cell, the output of later
+        # callbacks would be shown below that cell.
         contextvars.Context().run(loop.add_reader, self._wakeup_fd, self._wake)
 
     def update(self) -> None:
         """Start the periodic calls of `notice` if `is_active()` is true now.
 
-        Called whenever the value of `is_active()` may have changed.  The periodic calls end once
-        `is_active()` is false.
+        The owner calls this whenever the value of `is_active()` may have changed.  The periodic
+        calls end once `is_active()` is false.
         """
         if self._link is not None:
             self._link.signals_all_messages = self._is_active()
@@ -86,7 +88,7 @@ class IdleWatch:
         if self.loop is None or self.loop.is_closed():
             return
         if self._is_active() and self._timer is None:
-            # An empty context, as in `follow`.
+            # In an empty context, for the same reason as in `follow`.
             self._timer = contextvars.Context().run(
                 self.loop.call_later, IDLE_PAUSE, self._notice_now
             )
@@ -112,11 +114,12 @@ class IdleWatch:
         if loop is None or is_closed:
             self._notice()
         elif self._timer is None:
-            # Each call redraws panels, and a rank may write without end: keep the pause.
+            # Keep the pause: each call redraws panels, and a rank may write without end.
             wait = max(0.0, self._notice_at - time.monotonic())
             self._timer = loop.call_later(wait, self._notice_now)
         elif self._is_active():
-            # Messages wait to be received.  The panels limit by themselves how often they draw.
+            # Do not wait for the timer, since messages must be received.  That is not too often:
+            # panels limit by themselves how often they are drawn.
             self._timer.cancel()
             self._timer = loop.call_later(0.0, self._notice_now)
 
@@ -133,7 +136,7 @@ class IdleWatch:
 
 # --- output of ranks after their cell has ended, and later changes of its displays ------------
 
-OUTPUTS_KEPT = 1000  # outputs that belong to no cell; older ones are dropped
+OUTPUTS_KEPT = 1000  # late outputs that no cell can show; older outputs are dropped
 
 CELLS_KEPT = 20  # cells whose displays can still change
 
@@ -158,7 +161,10 @@ class FinishedCells:
         return [*(each for each, _ in self._cells if each is not last), last]
 
     def forget(self) -> None:
-        """Keep the transcripts, but change no display any more: the workers are new."""
+        """Keep the transcripts but forget the displays, because the workers are new.
+
+        The former workers send no more output, so no display has to be redrawn.
+        """
         self._cells = deque([(each, None) for each, _ in self._cells], CELLS_KEPT)
         self._changed.clear()
         self._last_update = None
@@ -221,7 +227,10 @@ class FinishedCells:
             self._show_at = time.monotonic() + REDRAW_INTERVAL
 
     def pop_texts(self) -> list[str]:
-        """Return, once, lines with the kept output, one line for all ranks with equal output."""
+        """Return lines with the late output that no cell could show, and forget that output.
+
+        Ranks with equal output share a line.
+        """
         outputs = [*self._without_cell]
         self._without_cell.clear()
         return late_texts(outputs)
@@ -270,7 +279,7 @@ def is_in_subshell(shell: InteractiveShell) -> bool:
     return request_of(shell).get("header", {}).get("subshell_id") is not None
 
 
-# --- stop (SIGINT) while it must not raise ----------------------------------------------------
+# --- Stop (SIGINT) while a KeyboardInterrupt would do harm ------------------------------------
 
 LOOK_AGAIN = 0.25  # seconds between checks whether a cell still runs
 
@@ -279,9 +288,11 @@ class Stops:
     """A context in which Stop (SIGINT) raises KeyboardInterrupt only if `on_stop` says so.
 
     Without `on_stop`, each Stop adds 1 to `count`.  With `on_stop`, the signal handler calls that
-    function, and raises KeyboardInterrupt only if the function returns False.  With Python's own
-    handler, a KeyboardInterrupt between any two lines of a loop would end the loop: the ranks would
-    keep running, and their output would be lost.  Has no effect outside the main thread.
+    function, and raises KeyboardInterrupt only if the function returns False.
+
+    Python's own handler would raise KeyboardInterrupt between any two lines of a loop that follows
+    ranks.  The loop would end, the ranks would keep running, and their output would be lost.  On
+    other threads than the main thread this context has no effect.
     """
 
     def __init__(self, on_stop: Callable[[], bool] | None = None) -> None:
@@ -306,30 +317,31 @@ class Stops:
 
 
 def command_stops() -> AbstractContextManager[object]:
-    """Install a handler that raises KeyboardInterrupt, and that `redirect_stops` can redirect.
+    """Return a context in which Stop raises KeyboardInterrupt, unless `redirect_stops` is used.
 
-    Does nothing if SIGINT has another handler than Python's own.
+    The context does nothing if the handler of SIGINT is not Python's own.
     """
     is_raised = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     return Stops(lambda: False) if is_raised else nullcontext()
 
 
 def raise_stops() -> AbstractContextManager[object]:
-    """Let Stop raise KeyboardInterrupt again, inside of a `Stops`."""
+    """Return a context for use within a `Stops`, in which Stop raises KeyboardInterrupt again."""
     return Stops(lambda: False) if _active_stops() else nullcontext()
 
 
 @contextmanager
 def redirect_stops(on_stop: Callable[[], bool]) -> Iterator[None]:
-    """Call `on_stop` in the signal handler at each Stop; False raises KeyboardInterrupt after all.
+    """Within this context, call `on_stop` at each Stop; if it returns False, raise as usual.
 
-    Does nothing unless a `Stops` with an `on_stop` is active, such as that of `command_stops`.
+    Has an effect only within a `Stops` that has an `on_stop`, such as that of `command_stops`.
     """
     stops = _active_stops()
     if stops is None or stops.on_stop is None:
         yield
         return
-    # The handler stays: a job's steps continue in later cells, which have their own handlers.
+    # Replace the function of the handler and not the handler: the context of a job's steps can end
+    # in a later cell, and would then restore an old handler in place of that cell's handler.
     before, stops.on_stop = stops.on_stop, on_stop
     try:
         yield
@@ -362,8 +374,9 @@ def is_main_thread() -> bool:
 class IdleStop:
     """Calls `stop` if Stop is pressed while no cell runs, as long as `is_wanted()` is true.
 
-    ipykernel ignores SIGINT between cells, installs its own handler for each cell, and then
-    restores the former handler.  So the event loop installs and removes our handler between cells.
+    ipykernel ignores SIGINT between cells.  It installs its own handler for each cell, and restores
+    the former handler at the cell's end.  So this class installs and removes its handler only
+    between cells, on the event loop.
     """
 
     def __init__(self, stop: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
@@ -375,8 +388,8 @@ class IdleStop:
     def update(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Install the handler if `is_wanted()`, else remove it; `stop` will run on `loop`.
 
-        A handler of other code is never replaced.  While a cell runs, the handler cannot be
-        removed: the loop tries again later.
+        Replaces only the handler that ignores SIGINT.  While a cell runs, this handler cannot be
+        removed, because ipykernel restores it at the cell's end: then the loop tries again later.
         """
         self._loop = loop or self._loop
         handler, loop = signal.getsignal(signal.SIGINT), self._loop
@@ -391,5 +404,5 @@ class IdleStop:
             loop.call_later(LOOK_AGAIN, self.update)
 
     def _handle_signal(self, _number: int, _frame: FrameType | None) -> None:
-        if self._loop is not None:  # on the loop, as the signal may interrupt a drawing
+        if self._loop is not None:  # not called here, as the signal may interrupt a drawing
             self._loop.call_soon_threadsafe(self._stop)

@@ -1,8 +1,8 @@
 """The class `Job`, whose objects stand for cells that were sent with `--no-wait`.
 
-Runs in the notebook's process, on IPython's main thread.  Between cells, the event loop runs the
-job step by step (see `Pool.run_job_steps`); in a cell, methods such as `wait` do, and while another
-distributed cell runs, the loop that follows that cell does.
+Runs in the notebook's process, on IPython's main thread, where three callers run the steps of a
+job: between cells the event loop (`Pool.run_job_steps`); in a plain cell methods such as
+`Job.wait`; and during another distributed cell the loop that follows that cell.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ from nbdist.world.task_run import TaskRun
 log = logging.getLogger("nbdist.notebook")
 
 CellSteps: TypeAlias = Generator[TaskRun, float | None, CellResult[Any] | BaseException]
-"""A generator that runs a cell; a number that is sent limits the seconds of the next step.
+"""A generator that runs a cell on ranks in steps.
 
-The generator yields the task after each step, and returns the cell's result or error.
+The generator yields the task after each step, and returns the cell's result or error.  A number
+that the caller sends into the generator is the limit for the next step, in seconds.
 """
 
 
 LONGEST_LOOK = 2.0
-"""Seconds after which `done` ends its steps: ranks can write faster than output is shown."""
+"""Seconds after which `Job.done` returns although new output comes all the time."""
 
 JOB_STEP_SECONDS = 0.05  # seconds that `done` waits for more output
 AWAITED_EVERY = 0.05  # seconds between two steps while code awaits the job
@@ -72,7 +73,10 @@ class Job:
     """
 
     def __init__(self, steps: CellSteps, running: TaskRun, name: str, place: CellPlace) -> None:
-        """Take over a cell whose first step has sent it to the workers."""
+        """Take over the cell `running`, which the first of its `steps` has sent to the workers.
+
+        `name` is the user's variable for the job, "" for none.
+        """
         self._steps = steps
         self.task_run = running  # the task, or its last attempt
         self.title = f"`{name}`" if name else "the cell sent with --no-wait"
@@ -117,7 +121,8 @@ class Job:
 
         deadline, before = time.monotonic() + LONGEST_LOOK, version()
         self.step()
-        # A rank's end follows its last output, and the job ends some steps after the last rank.
+        # Go on while output comes, because a rank reports its end after its output.  Go on too once
+        # all ranks have ended, because the job needs some more steps to end itself.
         while self._can_step and time.monotonic() < deadline:
             now = version()
             if now == before and self.task_run.unfinished:
@@ -257,7 +262,10 @@ class Job:
 
     @property
     def keeps_running_text(self) -> str:
-        """A line for the error of an interrupted wait: the job runs on, and how to stop the job."""
+        """The part of an interrupted wait's error that says that the job runs on.
+
+        It also says how to stop the job.
+        """
         again = "Stop again, or " if self._place.is_known else ""
         return f"{self.title} keeps running: {again}`%dist_interrupt` stops it"
 
@@ -293,7 +301,7 @@ class Job:
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a step of the job is being run now, further up in the stack."""
+        """Whether a step of this job is running: the caller was then called by that step."""
         return self._is_stepping
 
     @property
@@ -306,14 +314,17 @@ class Job:
         return not (self.has_ended or self._is_stepping) and is_main_thread()
 
     def pop_failure_note(self) -> str:
-        """Return, once, a line on a failure that no `wait`, `result` or `await` raised; else ""."""
+        """Return, at the first call, a line on the failure of the job's cell, or "".
+
+        Returns "" also if the user has waited for the job's end by `wait`, `result` or `await`.
+        """
         is_heard, self._was_waited_for = self._was_waited_for, True
         if is_heard or not isinstance(self._error, WorkerError | CellTimeout):
             return ""
         return f"{self.title} has failed: {one_line(str(self._error))}"
 
     def pop_drawn_between(self) -> bool:
-        """Return True if the job was drawn between cells since the last call."""
+        """Return True if output was drawn as that of the job's own cell since the last call."""
         was_drawn, self._was_drawn_between = self._was_drawn_between, False
         return was_drawn
 
@@ -329,7 +340,7 @@ class Job:
                 self._call_back()
 
     def _run_step(self, longest: float, *, in_its_cell: bool) -> None:
-        with delay_stops():  # a Stop in here could leave `_is_stepping` True for ever
+        with delay_stops():  # KeyboardInterrupt could leave `_is_stepping` True for ever
             self._is_stepping = True
             self._was_drawn_between |= in_its_cell
             try:

@@ -1,7 +1,8 @@
-"""Functions that `nbdist mcp` calls in a notebook's kernel, by code that it sends there.
+"""Functions that `nbdist mcp` calls in a notebook's kernel, by code that it sends to the kernel.
 
 Each command that can change workers is shown under the user's last distributed cell, with the
-name of the program that sent the command, so that readers of the notebook can follow.
+name of the program that sent the command.  So readers of the notebook see who did what.  The
+argument `until` is a time in seconds since 1970, after which a call is refused.
 """
 
 from __future__ import annotations
@@ -71,10 +72,11 @@ def note(until: float, pool: str, text: str) -> None:
 def _call(
     until: float, pool: str, action: Callable[[Any, Pool], object], *, is_seen: bool = False
 ) -> None:
-    """Call `action` with shell and pool, unless `until` has passed; show errors as cells do.
+    """Call `action` with shell and pool; show errors as those of a cell.
 
     If `is_seen`, the output is shown under the user's last distributed cell.  Output that comes
-    after this call is shown under that cell, if there is one, as the caller no longer listens.
+    after this call is shown under that cell too, if there is one, since the caller no longer
+    receives output.
     """
     shell: Any = get_ipython()
     request: dict[str, Any] = {}
@@ -90,7 +92,7 @@ def _call(
         if is_seen:
             shell.set_parent(request)
         action(shell, target)
-    except Exception:  # noqa: BLE001 (what a cell raises is the user's)
+    except Exception:  # noqa: BLE001 (IPython shows any error, as for a cell)
         shell.showtraceback()
     finally:
         if request:

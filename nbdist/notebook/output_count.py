@@ -1,6 +1,6 @@
-"""Counts the outputs below a notebook cell while a magic runs; on IPython's main thread.
+"""Counts the outputs below a notebook cell while a magic runs, on IPython's main thread.
 
-`PanelDisplay` clears a cell's output only if the count says that all of it is the panel's.
+`PanelDisplay` clears a cell's output only if the count shows that all of the output is the panel's.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 
 class OutputCount:
-    """The number of displays that nbdist has made, and of writes to stdout and stderr."""
+    """The number of displays that nbdist has made, plus that of writes to stdout and stderr."""
 
     def __init__(self) -> None:
         self.number = 0
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count outputs from 0 in the context; writes of any thread of this process count too."""
+        """Count outputs from 0 in this context, including writes by other threads."""
         self.number = 0
         with ExitStack() as stack:
             for stream in (sys.stdout, sys.stderr):

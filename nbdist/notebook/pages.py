@@ -16,7 +16,7 @@ from nbdist.notebook.cell_text import execution_count, page_of
 from nbdist.world.task_run import TaskRun
 
 KIND = "kernel_info_request"  # the first message of every page
-QUEUED_SECONDS = 0.5  # seconds after a cell in which the kernel handles messages that were queued
+QUEUED_SECONDS = 0.5  # seconds after a cell in which messages that came during the cell are handled
 
 
 class Connected(NamedTuple):
@@ -27,7 +27,11 @@ class Connected(NamedTuple):
 
 
 class Pages:
-    """Records when each page has connected, which a kernel notices only when its cell has ended."""
+    """Records when each page has connected to the kernel.
+
+    The kernel handles a page's first message only when no cell runs.  A page whose message is
+    handled right after a cell's end therefore counts as connected during that cell.
+    """
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
@@ -35,7 +39,7 @@ class Pages:
         self._cell_ended = float("-inf")
 
     def listen(self, kernel: Any) -> Callable[[], None]:
-        """Record each page that connects to this kernel; the returned function stops that."""
+        """Record each page that connects to this kernel, until the returned function is called."""
         handlers = getattr(kernel, "shell_handlers", {})
         original, is_on = handlers.get(KIND), True
         if original is None:  # a kernel that is no ipykernel
@@ -63,7 +67,7 @@ class Pages:
         self._connected.setdefault(page, Connected(now, cell))
 
     def end_cell(self) -> None:
-        """Record a cell's end: pages recorded right after the end connected during the cell."""
+        """Record that a cell has ended: `record` needs the time to know which pages have waited."""
         self._cell_ended = time.monotonic()
 
     def has_missed(self, page: str, running: TaskRun) -> bool:

@@ -70,7 +70,8 @@ class Pool:
         self.request: dict[str, Any] = {}  # the Jupyter message that ran the last cell
         self.shown_size = 0  # the number of workers that the user was last told
         self._displayed_in = 0  # the length of IPython's history at the last `display`
-        self.prestarted: Link | None = None  # to the agent of `%load_ext`, until a world uses it
+        # The link to the agent that `%load_ext` has started, until a world takes it over.
+        self.prestarted: Link | None = None
         self._widgets: WidgetRelay | None = None
         self._idle = IdleWatch(self._notice, self._is_active)
         self._jobs: list[Job] = []  # in the order in which the jobs were sent
@@ -79,11 +80,11 @@ class Pool:
     def __repr__(self) -> str:
         return f"<Pool {self.name} {self.world}>"
 
-    # --- its state ------------------------------------------------------------------------
+    # --- the pool's state -----------------------------------------------------------------
 
     @property
     def has_workers(self) -> bool:
-        """True if the pool has worker processes, in whatever state."""
+        """Whether the pool has worker processes, idle or busy."""
         return self.world is not None and self.world.state.has_workers
 
     @property
@@ -119,13 +120,16 @@ class Pool:
 
     @property
     def snapshot_store(self) -> SnapshotStore:
-        """The store of this pool's snapshots, also before it has workers."""
+        """The store of this pool's snapshots, which exists also before the pool has workers."""
         if self.world is not None:
             return self.world.snapshot_store
         return SnapshotStore(root_folder(default_log_dir()), owner_of(self.name))
 
     def log_files(self) -> dict[int, str]:
-        """Return the log file of each rank that has one, as `node1:/...` on other machines."""
+        """Return by rank the path of the rank's log file, without ranks that have no log file.
+
+        In a world with other machines, the path begins with the machine's name: `node1:/...`.
+        """
         if self.world is None:
             return {}
         session = self.world.session
@@ -146,7 +150,7 @@ class Pool:
         settings = self._pools.settings
         return make_display(self.shell, settings, cell, notes, self.own_name, is_quiet=is_quiet)
 
-    # --- life -----------------------------------------------------------------------------
+    # --- starting, healing and ending the workers -----------------------------------------
 
     def ensure(
         self,
@@ -156,11 +160,12 @@ class Pool:
         ranks: str | None = None,
         for_training: bool = False,
     ) -> World:
-        """Return the running world, healed, or start a world with these options.
+        """Return the running world after `heal_world`; without workers, start a world.
 
-        First waits for jobs on `ranks`, a text as in `-r`, by default on all ranks.  If
-        `for_training`, new workers import in advance what DDP, FSDP2 and optimizers import
-        (`WorldSpec`).
+        `options` are those that the user has typed; a new world is started with them.  `ranks` is
+        the value of `-r`: this waits for jobs and stopped cells on these ranks, by default on any
+        rank.  With `for_training`, new workers import in advance what DDP, FSDP2 and optimizers
+        import.
 
         Raises:
             UsageError: the running world has other options.
@@ -185,9 +190,9 @@ class Pool:
     ) -> World | None:
         """Return the world, ready for a cell on `ranks`, or None if there are no workers.
 
-        Waits for jobs on the ranks, by default on all ranks, and for ranks that are still in a
-        stopped cell, and replaces dead workers.  Notes on the display name the ranks that were lost
-        since the last cell.
+        Waits for jobs on `ranks`, by default on any rank, and for ranks that are still in a cell
+        that Stop has left.  Then replaces dead workers.  Notes on the display name the ranks that
+        have died since the last cell.
         """
         self.wait_for_jobs(display, ranks)
         ended, self._jobs = [each for each in self._jobs if each.has_ended], self.jobs
@@ -212,9 +217,11 @@ class Pool:
     def _wait_for_stop(
         self, world: World, display: CellDisplay, among: Collection[int] | None
     ) -> None:
-        """Wait for ranks that are still in a stopped cell, and redraw that cell with their end.
+        """If Stop has left a cell in which ranks still are, wait for these ranks.
 
-        Without `among` for all such ranks, else only for a cell that runs on one of these ranks.
+        The next `show_late` redraws that cell with the output of the wait.  With `among`, waits
+        only if one of these ranks still runs the cell, or if the process group is broken.  Raises
+        RanksNotStopped if ranks have not left the cell in time, and Interrupted after another Stop.
         """
         if (running := world.session.stopped_task(among)) is None:
             return
@@ -227,7 +234,7 @@ class Pool:
             verb = "was" if len(running.unfinished) == 1 else "were"
             again = f"{name_ranks(running.unfinished)} {verb} interrupted again"
             raise Interrupted((), f"this cell has not run; {again}") from None
-        if running.unfinished:  # not `submit`, which would wait once more
+        if running.unfinished:  # raise here: `Session.submit` would first wait once more
             raise running.not_stopped
         self.past_cells.add_to_display(running.transcript, running.pop_outputs())
         if damage:
@@ -236,30 +243,31 @@ class Pool:
         self.past_cells.mark_changed(running.transcript)
 
     def attach(self, world: World) -> None:
-        """Use a world that already runs; the agent that `%load_ext` started is closed."""
+        """Use a world that already runs, and close the agent that `%load_ext` has started."""
         self._use_world(world)
         self._close_prestarted()
 
     def restart(
         self, changes: Mapping[str, Any], keep: Sequence[str], display: CellDisplay
     ) -> tuple[str, ...]:
-        """Replace all workers by new ones with the former options, but for these changes.
+        """Restart all workers with their former options and these changes.
 
-        Returns the names of the variables that were kept: those in `keep`, or those of a restart
-        that has failed.  Without a world, start one.
+        Returns the names of the variables that the new workers have got back: those in `keep` or,
+        after a restart that failed, those that the failed restart had saved.  Without a world,
+        starts workers and returns ().
         """
         world = self.world
         if world is None:
             self._start(self._make_world(changes), display)
             return ()
         display.show_status("restarting")
-        names = world.session.names  # each start makes a new table
+        names = world.session.names  # a start makes a new table, which the code below notices
         try:
             kept_names = world.session.restart(keep=keep, **changes)
         except StartError as error:
             self.last_failure = failure_of_start(error)
             raise
-        finally:  # also after Stop, after a set-up cell that failed, and after a new rank died
+        finally:  # even if the restart raises: the old workers may have ended all the same
             if not world.state.has_workers:
                 self._end_lost_jobs("its workers were ended")
                 if kept := world.session.kept.names:
@@ -280,7 +288,8 @@ class Pool:
             self.show_late()
         self._end("its workers were shut down")
         problem = self.world.session.shutdown() if self.world is not None else ""
-        # Only after the wait: if Stop interrupts it, the next `%dist_shutdown` needs the world.
+        # Only after `session.shutdown`: if Stop interrupts the wait for the workers' end, the next
+        # `%dist_shutdown` needs the world.
         self.world = None
         return (
             f"workers ended, but {problem}" if problem else "workers ended" if had_workers else ""
@@ -311,7 +320,8 @@ class Pool:
     def _make_world(self, changes: Mapping[str, Any]) -> World:
         config = self.world.session.config if self.world else WorldConfig(pool=self.name)
         world = World(**vars(config.with_changes(**changes)))
-        world.session.namespace = self.shell.user_ns  # not `__main__`'s in an embedded shell
+        # In an embedded shell the user's variables are not those of the module `__main__`.
+        world.session.namespace = self.shell.user_ns
         if self.prestarted is not None and world.session.config.launcher_name == LOCAL:
             world.session.adopt(self.prestarted)
             self.prestarted = None
@@ -336,7 +346,7 @@ class Pool:
 
     def _use_world(self, world: World) -> None:
         if self.world is world:
-            self.show_late()  # before `forget`, after which no widget can be marked as lost
+            self.show_late()  # marks lost widgets in past cells, which `forget` makes impossible
         self.world, self.shown_size = world, world.size
         world.session.wait_until_free = self._wait_until_free
         world.session.step_others = self.step_jobs
@@ -358,7 +368,7 @@ class Pool:
         if not shared or not session.is_idle or self.jobs or session.state is not WorldState.READY:
             return
         if names.objects.have_run and any(map(names.record, shared)):
-            with suppress(KeyboardInterrupt):  # the cell has ended, so Stop ends only this
+            with suppress(KeyboardInterrupt):  # the cell has ended, so Stop ends only this check
                 record_changes(session, session.everyone)
         for name in shared:
             is_other = bool(names.ranks_that_assigned(name)) or names.is_changed(name)
@@ -375,8 +385,8 @@ class Pool:
     ) -> None:
         """Bind values that were gathered from these ranks, in the notebook.
 
-        `rank_names` are the names that the ranks use for the same value.  Gathered names are not
-        sent with cells.
+        `rank_names` are those names that the gathered variables have on the ranks too.  Later cells
+        do not send the notebook's copies to the ranks.
         """
         self.shell.user_ns.update(values)
         self.gathered.add(values)
@@ -385,7 +395,10 @@ class Pool:
                 self.world.session.names.record_gathered(name, ranks if name in rank_names else ())
 
     def watch_prompt(self) -> None:
-        """Watch the workers while a terminal's prompt is open; called on the prompt's loop."""
+        """Watch the workers while a terminal's prompt is open.
+
+        This runs on the event loop of the prompt; each prompt of IPython has a new loop.
+        """
         self._watch_while_idle()
         self._idle.update()
 
@@ -406,9 +419,10 @@ class Pool:
             self.past_cells.lose_widgets(lost)
 
     def show_late(self, *, at_once: bool = True, running: CellDisplay | None = None) -> None:
-        """Add output that came after the end of its cell to that cell, and update widgets.
+        """Add late output to the cells that it belongs to, and update widgets.
 
-        `running` is the display of the cell that runs, which pauses if other cells print lines.
+        `running` is the display of the cell that runs now.  It is paused before other cells are
+        redrawn, since a terminal prints their lines below a progress bar of the running cell.
         """
         if self.world is not None:
             self.show_widgets()
@@ -429,7 +443,7 @@ class Pool:
 
     @property
     def _stopped(self) -> TaskRun | None:
-        """The stopped cell in which ranks still were when Stop returned control, or None."""
+        """The cell that Stop has left while ranks were still running it, or None."""
         return self.world.session.stopped_task() if self.world else None
 
     def end_cell(self, running: TaskRun, display: CellDisplay) -> None:
@@ -441,7 +455,7 @@ class Pool:
     def show_news(self) -> None:
         """Replace workers that have died since the last cell; show their deaths and late output.
 
-        While ranks are still in a stopped cell, only that cell is redrawn.
+        While ranks are still in a cell that Stop has left, only redraws that cell.
         """
         world = self.world
         if world is not None and (stopped := self._stopped) is not None:
@@ -459,7 +473,10 @@ class Pool:
                 display.add_note(str(world.session.lost))
 
     def _heal_between_cells(self, world: World, display: CellDisplay) -> None:
-        """Replace workers that died while no cell ran, add new machines, and note both."""
+        """Replace workers that died while no cell ran, and start workers on machines that joined.
+
+        Notes on the display say which ranks died and which machines joined.
+        """
         world.session.receive_waiting()
         if not world.session.is_idle:
             return
@@ -483,7 +500,8 @@ class Pool:
     ) -> None:
         """Note on the display which ranks died outside of a cell and were replaced.
 
-        `machines` are those of the ranks before they were replaced.
+        `machines` are the machines of the ranks before they were replaced.  Ranks of
+        `Session.pop_replaced` are noted too.
         """
         dead = {**dead, **world.session.pop_replaced()}
         self.note_ends(dead, machines, display)
@@ -495,8 +513,7 @@ class Pool:
     def note_ends(self, dead: Mapping[int, Died], machines: Machines, display: CellDisplay) -> None:
         """Note how ranks died outside of a cell, and keep the last of the deaths for `%dist_why`.
 
-        Leaves out ranks that were killed because the user asked for their restart, and deaths that
-        a cell has reported.
+        Leaves out ranks that a requested restart has killed, and deaths that a cell has reported.
         """
         told = self.world.session.told_deaths if self.world is not None else set()
         for rank, died in dead.items():
@@ -513,7 +530,10 @@ class Pool:
         return [job for job in self._jobs if not job.has_ended]
 
     def begin_job(self, job: Job) -> None:
-        """Let the event loop run this job step by step from now on, and Stop interrupt it."""
+        """Let the event loop run steps of this job between cells, from now on.
+
+        Stop between cells then interrupts the job.
+        """
         self._jobs.append(job)
         job.step_others = self.step_jobs
         self._idle.update()
@@ -529,7 +549,10 @@ class Pool:
             job.wait_with_status(display, f"{GROUP_IS_BROKEN} " if is_apart else "")
 
     def _job_before(self, ranks: Collection[int] | None) -> Job | None:
-        """Return a job that must have ended before a task on `ranks` can be sent, or None."""
+        """Return a job that must end before a task on `ranks` can be sent, or None.
+
+        If the process group is broken, that is any job: only idle ranks can form the group again.
+        """
         if self.world is not None:
             self.world.session.receive_waiting()
             if self.world.session.is_broken:
@@ -541,7 +564,8 @@ class Pool:
 
     def _wait_until_free(self, ranks: Collection[int]) -> None:
         """Wait for jobs on these ranks before a task is sent there (`Session.submit`)."""
-        # A job itself can send further tasks, and the steps of a job must not wait.
+        # The step of a job can send a task.  A wait in that step would never end, because the job
+        # makes no progress until the step returns.
         if not self.jobs or any(job.is_stepping for job in self._jobs):
             return
         display = self.display()
@@ -566,7 +590,7 @@ class Pool:
 
     def show_jobs(self) -> None:
         """Show the jobs' new output; called at the end of each notebook cell."""
-        if is_in_subshell(self.shell):  # subshells are other threads
+        if is_in_subshell(self.shell):  # another thread, and only the main thread may run jobs
             return
         for job in self._jobs:
             job.step()
@@ -595,7 +619,7 @@ class Pool:
 
 
 def _complete_shutdown(world: World) -> None:
-    """Complete a shutdown that Stop interrupted."""
+    """Complete a shutdown whose wait Stop has interrupted; do nothing in other states."""
     if world.state is WorldState.STOPPING:
         world.shutdown()
 
@@ -645,7 +669,7 @@ class Pools:
             raise ForkedProcess(call)
 
     def find(self, name: str | None) -> Pool | None:
-        """Return the pool of this name or None; callable from any thread, which must only read."""
+        """Return the pool of this name or None; any thread may call this and read from the pool."""
         return self._pools.get(name or DEFAULT_POOL)
 
     def world_of(self, name: str | None) -> World | None:
@@ -656,16 +680,16 @@ class Pools:
     def show_news(self, _info: object) -> None:
         """Call `Pool.show_news` before each cell, if a program such as papermill runs the notebook.
 
-        For people, the event loop calls `Pool.show_news` between cells.
+        In a notebook with a user, the event loop calls `Pool.show_news` between cells instead.
         """
         if not (is_attended(self.shell) or is_in_subshell(self.shell)):
             for pool in self:
                 pool.show_news()
 
     def notice_names(self, result: ExecutionResult) -> None:
-        """Record the names that a cell has bound in the notebook; called by IPython after cells.
+        """Record the names that a cell has bound in the notebook; IPython calls this after cells.
 
-        Also shows new output of jobs, and notes on variables that differ on the ranks.
+        Also shows new output of jobs, and notes on variables of which the ranks have another value.
         """
         prompt: Any = getattr(self.shell, "pt_app", None)  # only in a terminal
         for pool in self:
@@ -694,7 +718,7 @@ class Pools:
                     pool.note_other_values(names_used(python))
 
     def do_shutdown(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wrap the kernel's method of this name, which runs in its control thread.
+        """Wrap the kernel's method of this name, which runs on the kernel's control thread.
 
         Sets `kernel_exiting` first: a running cell of a world with `--detach` then returns
         control without stopping its ranks.

@@ -1,7 +1,7 @@
 """`nbdist.current_world`, which returns the workers of a notebook as a `World`.
 
-Runs in the notebook's process.  Cells, and functions of libraries that cells call, use the world on
-IPython's main thread.
+Runs in the notebook's process.  Cells use the returned world on IPython's main thread, and so do
+functions of libraries that cells call.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ log = logging.getLogger("nbdist.notebook")
 CALL = "`nbdist.current_world()`"
 
 NO_OPTIONS = argparse.Namespace(on_failure=None, detach=None)
-"""The options of a `%%distributed` cell in which no option was typed."""
+"""The options that `Pool.ensure` reads, as in a `%%distributed` cell without options."""
 
 
 class PoolWorld(World):
-    """The workers of a pool as a `World`; after a restart of the workers, the new workers.
+    """The workers of a pool as a `World`; after a restart it has the new workers.
 
-    Calls first wait for jobs of the ranks that they need, and replace dead workers, as magics do.
+    A call first waits for jobs on the ranks that it needs, and replaces dead workers, as magics do.
     `restart` and `shutdown` do what the magics of these names do.  The end of a `with` statement
-    does not end the workers, which belong to the notebook.
+    does not end the workers, since they belong to the notebook.
     """
 
     def __init__(self, pool: Pool, session: Session) -> None:

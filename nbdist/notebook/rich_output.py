@@ -1,6 +1,7 @@
 """Rich output of ranks outside of panels: figures in files, displays below a panel, and widgets.
 
-Runs in the notebook's process.  `display.py` uses the first two, `Pool` the relay of widgets.
+Runs in the notebook's process.  `PlainDisplay` saves figures to files, `PanelDisplay` shows
+displays below its panel, and `Pool` owns a `WidgetRelay`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def save_figures(transcript: Transcript, logs: Mapping[int, str]) -> Iterator[st
     """Write each figure of a cell to a file; yield a line for each: `figure of rank 0: PATH`.
 
     Ranks whose whole output is equal share a file.  The file's name has a digest of the image, so
-    that an image is written once to a folder.  `logs` are the log files of ranks.
+    an image that is already in the folder is not written again.  `logs` are the log files of ranks,
+    whose folders get the figures.
     """
     for group in transcript.groups():
         for shown in group.displays:
@@ -87,7 +89,7 @@ def _saved(suffix: str, image: bytes, log: str | None) -> str:
 
 # --- displays below a panel, for content that the panel cannot embed --------------------------
 
-EMPTY_HTML = "<span></span>"  # drawn for a figure that is in the panel already
+EMPTY_HTML = "<span></span>"  # replaces an output that a page shows elsewhere, or not any more
 
 EMPTY = Display({"text/html": EMPTY_HTML, "text/plain": ""}, {})
 
@@ -106,9 +108,10 @@ class Below:
         return len(self._shown)
 
     def add(self, transcript: Transcript, of: Collection[int] | None = None) -> None:
-        """Append new displays of ranks; `of` selects ranks.
+        """Append new displays of the ranks in `of`, by default of all ranks.
 
-        Does nothing if a display would move or change, since the page would rebuild its widget.
+        Does nothing if a display that is shown would have to move or change: the page would rebuild
+        its widget.
         """
         now = below_panel(transcript, of, self._pool)
         if now[: len(self._shown)] == self._shown:
@@ -148,8 +151,8 @@ def below_panel(
 ) -> list[Display]:
     """Return the displays that only the page can render, with captions that name the ranks.
 
-    There are no captions if the cell ran on one rank, which the head of the panel names.  With
-    `of`, returns all such displays of these ranks.  Without `of`, returns at most
+    If the cell ran on one rank, captions are left out, since the panel's head names that rank.
+    With `of`, returns all such displays of these ranks.  Without `of`, returns at most
     `MAX_DISPLAYS_BELOW` such displays, and a caption that says which ranks have more.
     """
     displays = page_only_displays(transcript, of)
@@ -174,10 +177,10 @@ def _caption(text: str) -> Display:
     return Display({"text/html": panel(bold(text)), "text/plain": text}, {})
 
 
-# --- widgets: messages from the ranks to their models on the page, and back -----------------------
+# --- widgets: messages between a widget's object on a rank and its model on the page --------------
 
-# Each widget model has a comm from the notebook's kernel to the page, with the model's id on its
-# rank.  Messages of the page are sent to the rank at once, from the thread that receives them.
+# Each widget has a comm between the notebook's kernel and the page.  The id of the comm is the id
+# of the widget on its rank.  The thread that receives a message of the page sends it to the rank.
 
 CONTROL = "jupyter.widget.control"
 """The comm target by which a reloaded page asks for the state of all widgets."""
@@ -205,7 +208,8 @@ class WidgetRelay:
     def show(self) -> None:
         """Send the ranks' new messages to the pages.
 
-        The contents of Output widgets are sent to their ranks too, as a page would send them.
+        The outputs that an `Output` widget has captured are sent to its rank too, since a page
+        would tell the rank of them.
         """
         for rank, comm in self.widgets.pop_messages():
             if rank >= 0:
@@ -244,7 +248,10 @@ class WidgetRelay:
         self._open[comm.id] = opened
 
     def _handle_message(self, kind: CommKind, name: str, message: Mapping[str, Any]) -> None:
-        """Pass a message of a page to its rank; answer a request for state from the copy here."""
+        """Pass a message of a page to the rank of its widget.
+
+        A request for the widget's state is answered here, from the notebook's copy of the state.
+        """
         content = message["content"]
         data = content.get("data") or {}
         if data.get("method") == "request_state":  # of a reloaded page with older ipywidgets
@@ -265,9 +272,10 @@ class WidgetRelay:
             link.send(ToWidget(rank, comm))
 
     def _answer_pages(self, *_: object) -> None:
-        """Register for requests of all widgets' state, again after each cell.
+        """Register `answer_page` for requests of all widgets' states, if it is not registered now.
 
-        `import ipywidgets` registers itself instead, which would leave out the ranks' widgets.
+        This runs after each cell, because `import ipywidgets` in a cell registers a function that
+        leaves out the ranks' widgets.
         """
         if self._manager.targets.get(CONTROL) is not answer_page:
             self._manager.register_target(CONTROL, answer_page)

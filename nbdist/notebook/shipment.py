@@ -1,6 +1,7 @@
 """The variables and changes that are sent to ranks with a cell, and lines for the user.
 
-`nbdist.notebook.shipping` makes shipments; `nbdist.notebook.cells` and `%dist_push` send them.
+Runs in the notebook's process.  `nbdist.notebook.shipping` makes shipments;
+`nbdist.notebook.cells` and `%dist_push` send them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from nbdist.world.sent_objects import Parcel
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """A message for some ranks: variables to bind, and changes of objects."""
+    """A message for some ranks, with the variables `names` to bind and changes of objects.
+
+    `parcel` lists the same names and objects, for the tables that record what ranks have.
+    """
 
     ranks: tuple[int, ...]
     names: tuple[str, ...]
@@ -32,10 +36,11 @@ class Packet:
 class Shipment:
     """The packets that are sent to ranks with a cell, perhaps none, and the lines to show.
 
-    `notices` are lines for the user, shown before the packets are sent.  `big` names large
-    variables; each text follows "sending" or "sent".  `parcels` has by rank the names and objects
-    that the rank is sent.  The frames of packets are views of the values' own memory, so pack the
-    frames before the values change.  `setup` is a packet for new workers, which have no variables.
+    `notices` are lines for the user, shown before the packets are sent.  `big` has texts about
+    large variables, to be shown after the word "sending" or "sent".  `parcels` has by rank the
+    names and objects that the rank is sent.  `setup` is a packet for new workers, which have no
+    variables.  The frames of packets are views of the values' own memory, so `packed` must be
+    called before the values change.
     """
 
     notices: tuple[str, ...] = ()
@@ -50,9 +55,9 @@ class Shipment:
         return (*dict.fromkeys(name for packet in self.packets for name in packet.names),)
 
     def packed(self, display: CellDisplay) -> PackedByRank:
-        """Pack the packets, and show the lines.
+        """Copy the packets into payloads, and show the notices and the progress on the display.
 
-        The caller closes the result once the ranks have the packets.
+        The caller must close the result after the ranks have received the payloads.
         """
         for notice in self.notices:
             display.add_note(notice)
@@ -92,7 +97,7 @@ class PackedByRank:
         self.close()
 
     def pop_setup(self) -> tuple[Payload | None, Segment | None]:
-        """Return the payload for new workers and its memory, which the caller closes."""
+        """Return the payload for new workers, and its shared memory for the caller to close."""
         setup, self.setup = self.setup, (None, None)
         return setup
 
@@ -120,11 +125,15 @@ def replaced_text(
 
 
 HAVE_NAMED_PARTS = ("dict", "instance", "class", "function")
-"""Kinds of objects (`nbdist.values.scan`) whose parts people know by a name."""
+"""Kinds of objects (`nbdist.values.scan`) whose parts have names, which notices can tell users."""
 
 
 def path_of(name: str, root: Any, value: Any, parts: ChangedParts) -> str:
-    """Write "cfg['lr']" or "CFG.lr" for a single part of the variable's own object, else "cfg"."""
+    """Return the path of a changed part for messages, such as "cfg['lr']" or "CFG.lr".
+
+    `root` is the variable's object, `value` the object that has changed.  Returns only the
+    variable's name if `value` is another object, or unless exactly one part with a name changed.
+    """
     if value is not root or not parts or len(parts) != 1:
         return name
     (part,) = parts

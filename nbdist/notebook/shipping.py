@@ -58,13 +58,14 @@ from nbdist.world.outgoing import Outgoing, SendQuestion
 from nbdist.world.sent_objects import Parcel, SentObjects
 
 SMALL_VARIABLE = 64 << 10
-"""Bytes up to which a variable that only functions on the ranks use is compared for each cell."""
+"""The size, in bytes, up to which a variable is compared before each cell although the cell does
+not use it itself: functions on the ranks use it."""
 
 BIG = 64 << 20
-"""Bytes of a shipment from which on a line says which variables are sent."""
+"""The size of a shipment, in bytes, from which on a line says which variables are sent."""
 
 MAX_PARTS_NAMED = 3
-"""Parts of one object, at most, that notices name if both sides have changed the object."""
+"""The most parts of an object that notices name if both the notebook and ranks have changed it."""
 
 OLD_IN_FUNCTIONS = "functions on the ranks use the older one that they have"
 
@@ -100,10 +101,10 @@ def plan(
 
 
 def push(names: Iterable[str], table: NameTable, ranks: Iterable[int]) -> Plan:
-    """Find the variables and changes that replace the ranks' variables called `names`.
+    """Plan to replace the ranks' variables called `names` by those of the notebook.
 
-    Raises `VariableNotSent`, UsageError for a name that each worker has of its own, and
-    KeyError for a name that the notebook lacks.
+    Raises `VariableNotSent`, UsageError for a name such as `rank`, which each worker has of its
+    own, and KeyError for a name that the notebook lacks.
     """
     names = [*names]
     check_are_free(names, "`%dist_push`")
@@ -132,7 +133,11 @@ class _Look:
 
 @dataclass
 class Plan:
-    """Finds the variables that a cell needs, and the variables and changes that ranks lack."""
+    """Finds the variables that a cell needs, and the variables and changes that ranks lack.
+
+    `plan` and `push` make a plan.  If the plan has a `question`, the caller asks the ranks and
+    passes their replies to `answer`.  Then `shipment` packs what has to be sent.
+    """
 
     _table: NameTable
     _ranks: frozenset[int]
@@ -147,7 +152,7 @@ class Plan:
     _held_back: dict[str, frozenset[int]] = field(default_factory=dict)
     question: SendQuestion | None = None
     binds: frozenset[str] = frozenset()  # variables that the cell assigns in any case
-    # By name that the cell reads, the names that it has bound before each read.
+    # For each name that the cell reads, the names that the cell has bound before each such read.
     bound_before: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @property
@@ -166,8 +171,9 @@ class Plan:
 
     # --- which names ----------------------------------------------------------------------
 
-    # Names are followed from the cell to the names that its functions and classes use.  A name
-    # that workers own, or that each worker has by itself, is not followed.
+    # Following a name means to examine the variable, and the variables that its functions and
+    # classes use, and so on.  Names are not followed if a rank owns the variable, or if each worker
+    # has a variable of its own under the name.
 
     def follow(
         self, names: Iterable[str], before: Mapping[str, frozenset[str]] | None = None
@@ -175,6 +181,7 @@ class Plan:
         """Examine the notebook's variables of these names, and those that their functions need.
 
         `before` maps each name to the names that the cell has bound whenever it reads the name.
+        Variables of those names are not examined: the functions use the cell's own values.
         """
         waiting = [(name, (before or {}).get(name, frozenset())) for name in sorted(names)]
         waiting.reverse()
@@ -185,11 +192,11 @@ class Plan:
                 waiting += [(need, bound) for need in sorted(needs, reverse=True)]
 
     def follow_calls(self) -> None:
-        """Examine variables that functions on the ranks use and that the cell need not mention.
+        """Examine variables that functions on the ranks use, even if the cell does not name them.
 
-        Examines only variables that the notebook has bound again since the ranks got or bound them,
-        and small variables that may have changed in place.  Big values of names that only ranks
-        have bound so far are not sent, since the ranks' own would be lost.
+        The cell may call such functions.  Examines variables that the notebook has bound again
+        since ranks got or bound them, and small variables that may have changed in place.  A big
+        value that was never sent is not sent now, since the ranks' own value would be lost.
         """
         waiting, visited = [*self._table.in_functions], set[str]()
         calls = [bound for name, bound in self.bound_before.items() if self._may_call(name)]
@@ -209,9 +216,11 @@ class Plan:
                 continue
             is_fixed = is_atomic(value) or isinstance(value, types.FunctionType)
             is_big = (record.size if record else least_size(value)) > SMALL_VARIABLE
-            if is_big and name in self.binds:  # it would be sent in vain, unless a call comes first
+            # A big value would be sent in vain: the cell binds the name itself, and in most cells
+            # before a function reads the name.
+            if is_big and name in self.binds:
                 continue
-            # The ranks have bound the name, and the notebook since.
+            # Ranks have bound the name and the notebook later: else `_is_others` would be True.
             is_rank_older = bool(calls and self._ranks & self._table.ranks_that_bound(name))
             if is_rank_older and record is None:
                 self._follow_small(name, is_big=is_big)
@@ -221,7 +230,7 @@ class Plan:
                 self._follow_or_say(name)
 
     def _follow_or_say(self, name: str) -> bool:
-        """Follow a variable that functions use; False, with a notice, if it cannot be sent."""
+        """Follow a variable that functions use; add a notice and return False if that fails."""
         if self._follow_unused(name):
             return True
         self._table.failed.add(name)
@@ -229,7 +238,10 @@ class Plan:
         return False
 
     def _follow_small(self, name: str, *, is_big: bool) -> None:
-        """Follow a variable that only ranks have bound so far; a big one only gets a notice."""
+        """Follow a variable that ranks have bound and that was never sent, if it is small.
+
+        If it is big, forget what was examined and add a notice.
+        """
         before = dict(self._examined)
         if not is_big:
             if not self._follow_or_say(name):
@@ -241,10 +253,10 @@ class Plan:
             self._notify(name, f"`{name}`: {OLD_IN_FUNCTIONS}; `%dist_push {name}` sends it")
 
     def _is_others(self, name: str) -> bool:
-        """Return True if the variable of this name belongs to the ranks, so that it is not sent.
+        """Return True if the notebook's value of this name must not replace the ranks' values.
 
-        That is each name which all workers have of their own, such as `rank`, which holds a
-        gathered value, or which a task has bound on a rank after the notebook did.
+        That is so for names such as `rank`, which each worker binds itself, for gathered values,
+        and for names that a task has bound on a rank after the notebook did.
         """
         is_own = name in WORKERS_OWN or name in WORKERS_MODULES or name in self._gathered
         return is_own or bool(self._table.ranks_that_own(name))
@@ -259,8 +271,9 @@ class Plan:
     def follow_other_names(self) -> None:
         """Send new names of objects, and of views of memory, that the plan's ranks have already.
 
-        After `best = model` the ranks bind `best` too: they keep the model if the cell gives
-        `model` another value.  A name that a rank has deleted is sent only if the cell uses it.
+        For example, after `best = model` in the notebook the ranks bind `best` too.  Otherwise they
+        would lose the model if the cell gave `model` another value.  A name that a rank has deleted
+        is sent only if the cell uses it.
         """
         table, objects = self._table, self._objects
         for name in sorted(table.assigned):
@@ -276,10 +289,10 @@ class Plan:
                 self._follow_unused(name)
 
     def _follow_unused(self, name: str) -> bool:
-        """Follow a variable that the cell itself does not use; False if it cannot be sent.
+        """Follow a variable that the cell itself does not use; return False if it cannot be sent.
 
-        A failure drops the scan, with the states of the variables that were examined before, so
-        that these variables are examined again.
+        A failure makes `Outgoing` drop all states that it has scanned.  So all variables that were
+        examined before are examined again.
         """
         examined = [*self._examined]
         try:
@@ -292,7 +305,10 @@ class Plan:
         return True
 
     def force(self, names: Collection[str]) -> None:
-        """Send variables even if ranks have them; follow those that their functions need."""
+        """Examine variables that must be sent even to ranks that have them already.
+
+        Also follows the variables that functions in their values need.
+        """
         self._forced = frozenset(names)
         for name in names:
             self.examine(name)
@@ -300,7 +316,10 @@ class Plan:
             self.follow(variable.record.needs)
 
     def _is_for_workers(self, name: str) -> bool:
-        """Return True if the notebook's value of a name may be sent; else a notice may say why."""
+        """Return True if the notebook's value of a name may be sent to ranks.
+
+        If not, and if the user may expect the ranks to get the value, a notice tells the reason.
+        """
         value = self._names[name]
         if SYSTEM_NAMES.fullmatch(name) or self._hidden.get(name, _NO_VALUE) is value:
             return False
@@ -335,7 +354,7 @@ class Plan:
         return f"`{name}` {where}: `{copy} {min(owners)}`"
 
     def _notify(self, name: str, notice: str) -> None:
-        """Add a notice, but only one under each name until the notebook assigns the name again."""
+        """Add a notice, unless `name` had a notice since the notebook last assigned the name."""
         if self._table.is_first_notice(name):
             self._notices.append(notice)
 
@@ -368,7 +387,10 @@ class Plan:
         return Sent(digest.digest(), Identity(value), needs, size=size, token=token)
 
     def _refuse(self, names: Collection[str], problem: Exception) -> NoReturn:
-        """Raise VariableNotSent for the variable that cannot be pickled, or the problem itself."""
+        """Raise VariableNotSent for the variable that cannot be pickled.
+
+        If each variable can be pickled and the problem is an error of nbdist, raise the problem.
+        """
         fails = fails_in(self._names)
         for name in names:
             if fails(self._names[name]):
@@ -377,7 +399,7 @@ class Plan:
             raise problem
         name = next(iter(names), "")
         value = self._names.get(name)
-        # Each part can be pickled, but not the changes of all of them.
+        # Each variable can be pickled by itself, so blame the first for the failure of them all.
         raise VariableNotSent(name, *blame(name, value, lambda _: False, problem)) from problem
 
     def _record_of_module(self, name: str, module: types.ModuleType, last: Sent | None) -> Sent:
@@ -403,7 +425,11 @@ class Plan:
     # --- what ranks lack ------------------------------------------------------------------
 
     def compare(self) -> None:
-        """Find the objects that have changed since ranks got them; if needed, make a question."""
+        """Find the objects that have changed since ranks got them.
+
+        Sets `question` if ranks must be asked whether they have changed objects that would be
+        replaced.
+        """
         self.outgoing.compare()
         if self._forced:
             return
@@ -433,9 +459,9 @@ class Plan:
         return any(block is not None and block.size > WHOLE_LIMIT for block in blocks)
 
     def answer(self, answers: Mapping[int, Inspected], unasked: Collection[int] = ()) -> None:
-        """Use the ranks' answers to the question, which say what objects ranks have changed.
+        """Use the ranks' answers to `question`, which say which objects the ranks have changed.
 
-        The ranks `unasked` run another task, so whether they have changed objects is not known.
+        The ranks `unasked` run another task, so it is not known whether they have changed objects.
         """
         self.outgoing.apply_replies(answers)
         self._keep_changed(answers)
@@ -444,7 +470,10 @@ class Plan:
             self._notice_replaced(name, answers)
 
     def _keep_changed(self, answers: Mapping[int, Inspected]) -> None:
-        """Keep variables on the ranks that an earlier notebook sent and that ranks have changed."""
+        """Do not send variables that an earlier notebook has sent and that ranks have changed.
+
+        From now on such variables belong to the ranks.
+        """
         for name in [*self._examined]:
             changed = any(name in i.names and i.names[name].is_changed for i in answers.values())
             if changed and self._table.is_of_earlier_notebook(name):
@@ -459,11 +488,11 @@ class Plan:
     def _hold_back(
         self, name: str, answers: Mapping[int, Inspected], unasked: Collection[int]
     ) -> None:
-        """Do not send a variable to restarted ranks if other ranks have it and have changed it.
+        """Do not send a variable to restarted ranks if other ranks have changed their copy of it.
 
-        Other ranks that are `unasked` may have changed it, so they count as if they had.  Ranks
-        that never had the variable, or have an older one, get the notebook's value.  In both cases
-        a notice says how to copy the other ranks' value.
+        Copies of ranks that are `unasked` may have changed, so they count as changed.  Ranks that
+        lack the variable for another reason than a restart are sent the notebook's value.  Notices
+        say how to get the changed copy instead.
         """
         lack = self._ranks_without(name)
         if not lack or self._is_setup:
@@ -472,7 +501,8 @@ class Plan:
         changed = [r for r in have & answers.keys() if not reached.isdisjoint(answers[r].changed)]
         theirs = {key for r in changed for key in answers[r].changed} & reached
         if changed:
-            # Ranks with the changed objects under another name only get the name for those objects.
+            # A rank that has the changed objects under another name only gets one more name for its
+            # own objects, so no change is lost there.
             lack = frozenset(r for r in lack if not theirs <= self._objects.of(r).keys())
         new = frozenset(rank for rank in lack if self._table.is_missing(name, rank))
         done = f"`{name}` was {self._verb(name)} on {name_ranks(sorted(changed))} since it was sent"
@@ -511,7 +541,11 @@ class Plan:
         return self._table.ranks_that_have(name, self._examined[name].record.bound_to)
 
     def _ranks_without(self, name: str) -> frozenset[int]:
-        """Return the ranks that get the variable: those without its object, or all if forced."""
+        """Return the ranks to which the variable is sent.
+
+        These are the ranks that lack its object and that `_hold_back` has not excluded, or all
+        ranks if the variable is forced.
+        """
         if name in self._forced:
             return self._ranks
         return self._ranks - self._ranks_with(name) - self._held_back.get(name, frozenset())
@@ -523,7 +557,10 @@ class Plan:
     # --- packing the shipment -------------------------------------------------------------
 
     def shipment(self) -> Shipment:
-        """Make the packets: one for each set of ranks that lack the same variables and changes."""
+        """Pickle the packets: one for each set of ranks that lack the same variables and changes.
+
+        Also adds notices on conflicts and on parts that are replaced on ranks.
+        """
         while self.outgoing.renew_replaced():
             for name in [*self._examined]:
                 self.examine(name)
@@ -584,7 +621,10 @@ class Plan:
         return "trained" if kind in (*range(OPTIMIZER + 1), TENSOR) else "changed"
 
     def _notice_conflict(self, key: int, parts: ChangedParts) -> None:
-        """Add a notice that ranks keep an object that both sides have changed, with remedies."""
+        """Add notices that ranks keep an object, or parts of it, as they have changed it.
+
+        The notebook has changed the same parts, so the notices say how to send or fetch them.
+        """
         name = self._name_of(key)
         if name is None:
             return
@@ -606,7 +646,10 @@ class Plan:
                 self._notices.append(text)
 
     def _notice_new_parts(self, key: int, parts: ChangedParts) -> None:
-        """Add notices on some parts of an object that replace parts which ranks have changed."""
+        """Add notices on parts of an object in which the notebook has put a new object.
+
+        The new object replaces one that ranks have changed, so their changes are lost.
+        """
         if (name := self._name_of(key)) is None:
             return
         entry = self._objects.links.by_key.get(key)
@@ -620,7 +663,10 @@ class Plan:
             )
 
     def _notice_dropped(self, ranks: Sequence[int], states: Mapping[int, ObjectState]) -> None:
-        """Add notices on objects that are sent again, as ranks have changed and dropped them."""
+        """Add notices on objects that are sent again, because ranks have dropped them.
+
+        The ranks had changed the objects before.  Their changes are lost.
+        """
         lost = {rank: self._objects.lost_on(rank) & states.keys() for rank in ranks}
         ranks_by_name: dict[str, list[int]] = {}
         for rank, keys in lost.items():
@@ -652,7 +698,10 @@ class Plan:
                 )
 
     def _name_of(self, key: int) -> str | None:
-        """Return a variable that leads to an object, if possible one of this plan, or None."""
+        """Return the name of a variable that leads to the object with this key, or None.
+
+        Variables of this plan are preferred.
+        """
         for name in self._examined:
             if key in self._reached_keys(name):
                 return name
@@ -669,7 +718,11 @@ class Plan:
         return None
 
     def _notice_replaced(self, name: str, answers: Mapping[int, Inspected]) -> None:
-        """Add a notice if a replaced object of ranks was changed, or has other names there."""
+        """Add a notice if ranks lose changes, or get two objects in place of one, by this variable.
+
+        That is so if the object that the variable replaces was changed on ranks, or has other names
+        there.
+        """
         lack = self._ranks_without(name)
         replaced = {r: each.names[name] for r, each in answers.items() if name in each.names}
         replaced = {rank: each for rank, each in replaced.items() if rank in lack}
@@ -695,13 +748,16 @@ class Plan:
         return f"{', '.join(listed)} ({size_text(size)}{''.join(blame)}) to {to}"
 
     def _heaviest_part(self, name: str) -> str:
-        """Return the path of a callable's largest part, if it has half of `BIG` or more; or ""."""
+        """Return the path of the largest part of a variable whose value is a callable.
+
+        Returns "" for other variables, and if the part has less than half of `BIG` bytes.
+        """
         value = self._examined[name].value
         if not callable(value):
             return ""
         size, heaviest = 0, ""
         for step, part in parts_of(value):
-            with suppress(Exception):  # a part that cannot be pickled was left out
+            with suppress(Exception):  # the size of a part that cannot be pickled is not known
                 part_size = pickle(part, self._names, sketch=True).size
                 if part_size > size:
                     size, heaviest = part_size, name + step
