@@ -59,6 +59,20 @@ def test_a_replaced_rank_has_the_same_environment(world: World, folder: Path) ->
     assert "GIVEN" not in os.environ
 
 
+def test_a_renumbered_rank_has_log_files_of_its_own(world: World) -> None:
+    """After a change of the size, a rank's log has no lines of the worker with its old number."""
+    world.execute("print('before', rank)")
+    before = Path(world.logs[0], "stdout.log")
+    world.scale(ranks=[1])
+    world.execute("print('after', rank)")
+    after = Path(world.logs[0], "stdout.log")
+    assert "before 0" in before.read_text().splitlines()
+    note, *lines = after.read_text().splitlines()
+    assert note.startswith("[nbdist: this was rank 1 until now, and wrote to ")
+    assert lines == ["after 0"]
+    world.scale(2)
+
+
 def test_a_restart_keeps_options_that_are_not_given(world: World, tmp_path: Path) -> None:
     """A restart that is refused, or whose workers cannot start, leaves the options as they were."""
     with pytest.raises(UsageError):
