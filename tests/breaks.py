@@ -48,12 +48,16 @@ _WRONG = re.compile(r"(?:FAILED|ERROR) (tests/\S+(?:::.*?)?)(?: - .*)?")
 
 
 class Break(NamedTuple):
-    """A deliberate break: in a file below `nbdist/`, `after` replaces the only `before`."""
+    """A deliberate break: in a file below `nbdist/`, `after` replaces the only `before`.
+
+    `module` is the path of a module of tests that runs first, "" for none.
+    """
 
     number: int
     file: str
     before: str
     after: str
+    module: str
 
     @property
     def room(self) -> str:
@@ -70,13 +74,13 @@ class Found(NamedTuple):
 
 def all_breaks() -> list[Break]:
     """Read all breaks from `breaks.txt`."""
-    rows = list[tuple[str, list[str], list[str]]]()
+    rows = list[tuple[str, dict[str, list[str]]]]()
     for line in Path(__file__).with_suffix(".txt").read_text().splitlines():
-        if line.startswith(("|", ">")):
-            (rows[-1][1] if line[0] == "|" else rows[-1][2]).append(line[2:])
-        elif found := _ROW.fullmatch(line):
-            rows.append((found[1], [found[2]], []))
-    texts = ((file, "\n".join(before), "\n".join(after)) for file, before, after in rows)
+        if found := _ROW.fullmatch(line):
+            rows.append((found[1], {"|": [found[2]], ">": [], "@": []}))
+        elif line and line[0] in "|>@":
+            rows[-1][1][line[0]].append(line[2:])
+    texts = ((file, *map("\n".join, parts.values())) for file, parts in rows)
     return [Break(number, *each) for number, each in enumerate(texts, 1)]
 
 
@@ -84,6 +88,8 @@ def check(tree: Path, breaks: list[Break]) -> None:
     """Exit with an error unless each `before` is in its file once, and `after` is valid there."""
     wrong = []
     for each in breaks:
+        if not (tree / each.module).exists():
+            wrong.append(f"{each.number} {each.file}: there is no {each.module}")
         text = (tree / "nbdist" / each.file).read_text()
         if (times := text.count(each.before)) != 1:
             wrong.append(f"{each.number} {each.file}: {times} times: {each.before}")
@@ -123,7 +129,7 @@ class Copy:
         return Found("", time.monotonic() - began)
 
     def _tests_for(self, one: Break) -> list[str]:
-        """Modules of tests: the file's own, those that import it, others of its room, SMOKE."""
+        """Modules of tests: the row's, the file's own, those that import it, its room's, SMOKE."""
         tests = self.path / "tests"
         texts = {each: each.read_text() for each in sorted(tests.rglob("test_*.py"))}
         module = "nbdist." + one.file.removesuffix(".py").replace("/", ".")
@@ -137,7 +143,9 @@ class Copy:
         about.sort(key=lambda each: (each != near, each.parent != near.parent, len(texts[each])))
         if one.room.partition("/")[0] in ("worker", "agent", "world", "notebook"):
             found += [tests / each for each in SMOKE]
-        return [str(each.relative_to(self.path)) for each in dict.fromkeys([*about, *found])]
+        first = [self.path / one.module] if one.module else []
+        modules = dict.fromkeys([*first, *about, *found])
+        return [str(each.relative_to(self.path)) for each in modules]
 
     def _run(self, tests: list[str]) -> str:
         """Return the first test that fails, hangs or ends pytest, "" if none does in time."""
