@@ -215,6 +215,16 @@ def test_setup_runs_in_every_new_worker(world: World) -> None:
     assert world.gather("order") == [["a", "b"], ["a"], ["a", "b"]]
 
 
+def test_setup_runs_on_all_ranks_of_a_new_size(world: World) -> None:
+    """After a restart with more workers a cell of all ranks runs on all, other cells on theirs."""
+    world.execute("everywhere = rank", setup=True)
+    world.execute("somewhere = rank", ranks=[1], setup=True)
+    world.restart(4)
+    found = world.gather("[globals().get(name) for name in ('everywhere', 'somewhere')]")
+    world.restart(3)
+    assert found == [[0, None], [1, 1], [2, None], [3, None]]
+
+
 def test_a_failed_set_up_cell_is_reported(world: World) -> None:
     """A restart raises the error of the cell; healing names a cell that has killed its worker."""
     world.execute("dict(); assert kept >= 0", setup=True)
