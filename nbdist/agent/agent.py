@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbdist.agent.debugger_relay import DebuggerRelays
 from nbdist.agent.fork_server import ForkServerProcess
 from nbdist.agent.group_formation import GroupFormation
 from nbdist.agent.inspect import UsageWatch, ask_idle_worker, secrets_of, stack_of, status_of
@@ -87,6 +88,7 @@ class Agent:
         self._step_stops = StepStops(
             self._stopping, lambda: self._workers.all.values(), self._serving.spawn
         )
+        self._debuggers = DebuggerRelays(self._workers.alive, self._send, self._serving.spawn)
         self._listener = Listener(runtime, self._add_ranks, self._notebook, self._read_ranks)
 
     def __repr__(self) -> str:
@@ -174,6 +176,10 @@ class Agent:
             case messages.ToWidget(rank, comm):
                 for worker in self._workers.alive([rank]):
                     worker.send_comm(comm)
+            case (
+                messages.OpenDebugger() | messages.ToDebugger() | messages.CloseDebuggers()
+            ) as to_debugger:
+                self._debuggers.receive(to_debugger)
             case messages.BatchAcknowledged():
                 self._outbox.acknowledge()
             case messages.Shutdown():

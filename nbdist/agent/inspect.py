@@ -138,7 +138,7 @@ async def _status_of(worker: Worker) -> WorkerStatus:
     task = worker.task
     lines = task.source.splitlines() if task else []
     code = place.code or (lines[place.line - 1] if 0 < place.line <= len(lines) else "")
-    place = replace(place, asks=worker.waits_for_input)
+    place = replace(place, asks=worker.waits_for_input, is_debugged=worker.is_debugged)
     shown = place if status.state == "busy" or place.holds_gil or place.is_stopped else None
     cell = task.execution_count if task else None
     collective = answer if isinstance(answer, Collective) else None

@@ -238,6 +238,7 @@ class NotebookLink:
         # The notebook will neither acknowledge batches nor release the values that it was sent.
         for _ in range(self._live_in_flight):
             self._on_message(messages.BatchAcknowledged())
+        self._on_message(messages.CloseDebuggers((*self.ranks,)))
         for release in self._record.pop_unreleased_values():
             self._on_message(release)
         self._live_in_flight = self._replayed_in_flight = 0

@@ -210,7 +210,7 @@ class StepStops:
 
 
 async def _hold(rank: Worker, task_id: str) -> StepCount | None:
-    if rank.waits_for_input:  # a person may take long to answer an input request
+    if rank.waits_for_input or rank.is_debugged:  # a person may take long
         return None
     answer = await rank.ask(HoldSteps(task_id), STEP_ANSWER_TIMEOUT)
     return answer if isinstance(answer, StepCount) else None

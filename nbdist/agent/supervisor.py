@@ -22,6 +22,7 @@ from nbdist.wire.messages import (
     Decided,
     Decision,
     Down,
+    FromDebugger,
     Interrupt,
     Kill,
     Located,
@@ -70,6 +71,7 @@ class Supervisor:
         self._has_death = self._has_handled_death = False
         self.has_timed_out = self._is_stopping = False
         self._asking: set[int] = set()  # ranks that wait for input
+        self._debugged: set[int] = set()  # ranks that stand at a breakpoint
         self._asking_since = now
         self._input_seconds = 0.0
         # The latest time to stop a task that has timed out; None before the timeout.  The ranks are
@@ -128,6 +130,7 @@ class Supervisor:
 
     def _finish(self, rank: int, now: float) -> None:
         self.unfinished.discard(rank)
+        self.record_debugger(rank, now, is_stopped=False)
         self.record_input(rank, now)
 
     def record_input(self, rank: int, now: float) -> None:
@@ -135,8 +138,17 @@ class Supervisor:
         self._count_input(now)
         self._asking.discard(rank)
 
+    def record_debugger(self, rank: int, now: float, *, is_stopped: bool) -> None:
+        """Record whether a rank stands at a breakpoint; meanwhile others may wait for it."""
+        self._count_input(now)
+        (self._debugged.add if is_stopped else self._debugged.discard)(rank)
+
+    @property
+    def _waits_for_user(self) -> bool:
+        return bool(self._asking or self._debugged)
+
     def _count_input(self, now: float) -> None:
-        if self._asking:
+        if self._waits_for_user:
             self._input_seconds += now - self._asking_since
         self._asking_since = now
 
@@ -145,6 +157,7 @@ class Supervisor:
         self._is_stopping = True
         self._count_input(now)
         self._asking.clear()  # ranks get no input after Stop
+        self._debugged.clear()
         self._detector.poll_fast(now)
 
     def record_places(self, places: Mapping[int, RankPosition], now: float) -> None:
@@ -214,15 +227,16 @@ class Supervisor:
     def _is_watched(self) -> bool:
         """Whether ranks are located, and collectives that cannot complete are aborted.
 
-        False without a group, and while a rank waits for input: others may wait for that rank.
+        False without a group, and while a rank waits for input or stands at a breakpoint: others
+        may wait for that rank.
         """
-        return self._rules.has_group and not self._asking
+        return self._rules.has_group and not self._waits_for_user
 
     def _seconds_left(self, now: float) -> float:
         if self._rules.timeout is None or self._is_stopping:
             return float("inf")
-        # The timeout does not include the time in which a rank waits for input.
-        waited = self._input_seconds + (now - self._asking_since if self._asking else 0.0)
+        # The timeout does not include the time in which a rank waits for the user.
+        waited = self._input_seconds + (now - self._asking_since if self._waits_for_user else 0.0)
         return self._started + self._rules.timeout + waited - now
 
     def _can_never_go_on(self, now: float) -> bool:
@@ -355,6 +369,10 @@ class Supervision:
                 for each in self._supervisors.values():
                     if each.is_stopping:
                         each.record_abort(now)
+            case FromDebugger(rank, is_stopped=is_stopped):
+                for each in self._supervisors_of([rank]):
+                    each.record_debugger(rank, now, is_stopped=is_stopped)
+                self._step_soon()
 
     # --- steps ----------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nbdist.agent.debugger_relay import DebuggerRelay
 from nbdist.agent.kernel_link import KernelClient, user_failure
 from nbdist.agent.processes import ProcessSource, WorkerProcess
 from nbdist.agent.stacks import StackFile
@@ -98,6 +99,7 @@ class Worker:
         self._is_stopping = False
         self._kill_reason = ""
         self._died: Died | None = None
+        self.debugger: DebuggerRelay | None = None  # see `DebuggerRelays`
         self._kernel = KernelClient(start, self._read_message)
         self._kill_timer: asyncio.TimerHandle | None = None
 
@@ -208,12 +210,17 @@ class Worker:
         """Whether the rank waits for a line that the user has yet to type."""
         return any(isinstance(each, InputRequest) for each in self.input_requests.values())
 
+    @property
+    def is_debugged(self) -> bool:
+        """Whether the rank stands at a breakpoint, until the user lets it go on."""
+        return self.debugger is not None and self.debugger.is_stopped
+
     async def locate(self) -> RankPosition:
         """Return where the worker is; without an answer, it counts as holding the GIL."""
         place = await self.ask(control.LocateMainThread(), LOCATE_TIMEOUT)
         if not isinstance(place, RankPosition):
             place = RankPosition(holds_gil=True, is_stopped=is_stopped(self.pid))
-        return replace(place, asks=self.waits_for_input)
+        return replace(place, asks=self.waits_for_input, is_debugged=self.is_debugged)
 
     def emit_stderr(self, text: str) -> None:
         """Emit and log a text as the worker's stderr."""
@@ -230,6 +237,8 @@ class Worker:
         if self.process is not None:
             self.process.send_signal(signal.SIGINT)
             self._kernel.send(SigintSent())
+        if self.debugger is not None:
+            self.debugger.record_interrupt()
         self.refuse_input()
 
     def refuse_input(self) -> None:

@@ -51,7 +51,7 @@ from nbdist.wire.transfer import Fetch, SegmentPiece
 
 log = logging.getLogger("nbdist.cluster")
 
-ToRanks = messages.AbortRanks | InterruptAt | messages.ReleaseRankValues
+ToRanks = messages.AbortRanks | InterruptAt | messages.ReleaseRankValues | messages.CloseDebuggers
 
 
 class Head:
@@ -165,9 +165,14 @@ class Head:
             case messages.ReleaseRankValues(task_id, ranks):
                 self._transfers.release_values(ranks, task_id)
                 self._forward(message, ranks)
-            case messages.AbortRanks(ranks):
+            case messages.AbortRanks(ranks) | messages.CloseDebuggers(ranks):
                 self._forward(message, ranks)
-            case messages.SendInput(rank) | messages.ToWidget(rank):
+            case (
+                messages.SendInput(rank)
+                | messages.ToWidget(rank)
+                | messages.OpenDebugger(rank)
+                | messages.ToDebugger(rank)
+            ):
                 for node in self._parts([rank]):
                     node.send(message)
             case messages.BatchAcknowledged():
@@ -302,7 +307,7 @@ class Head:
                 self._transfers.fetch(node.number, fetch)
             case SegmentPiece() as piece:
                 self._transfers.store_piece(node.number, piece)
-            case messages.Aborted() | messages.UsageReport():
+            case messages.Aborted() | messages.UsageReport() | messages.FromDebugger():
                 self._send(message)
             case messages.AgentRequest(number, operation):
                 self._serving.spawn(self._ask_store(node, number, operation))

@@ -422,6 +422,16 @@ def cell_id(shell: InteractiveShell) -> str:
     return str(request_of(shell).get("metadata", {}).get("cellId") or "")
 
 
+def cell_file(shell: InteractiveShell) -> str:
+    """Return the file name that the front end's debugger expects for the running cell.
+
+    The name has a hash of the text of the whole cell.  Returns "" in a terminal.
+    """
+    code = request_of(shell).get("content", {}).get("code", "")
+    compiler: Any = shell.compile
+    return str(compiler.get_code_name(code, code, 0)) if code else ""
+
+
 def page_of(request: dict[str, Any]) -> str:
     """Return the id of the page that sent a request, or "".  A reloaded page has a new id."""
     return str(request.get("header", {}).get("session", ""))

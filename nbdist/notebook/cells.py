@@ -18,6 +18,7 @@ from nbdist.config import Patience
 from nbdist.errors import CellTimeout, Interrupted, NbdistError, WorkerDied
 from nbdist.notebook.cell_text import (
     as_magic,
+    cell_file,
     cell_id,
     check_commands,
     check_source,
@@ -70,7 +71,8 @@ def source_steps(
     cell = as_magic(pool.shell, cell, pool.world if pool.has_workers else None)
     python = check_source(pool.shell, first_line, cell)
     source = in_notebook_lines(first_line, cell)
-    task, world = prepare(pool, CellCode(source), display, options)
+    code = CellCode(source, cell_file(pool.shell))
+    task, world = prepare(pool, code, display, options)
     check_commands(python, world.session.names, task.ranks, pool.shell.user_ns)
     setup = (cell_id(pool.shell) or source) if options.setup else ""
     pack = partial(
@@ -219,6 +221,9 @@ def _attempt(
     packed = shipment.packed(display)
     task = replace(task, names=packed.payloads)
     try:
+        debugger = pool.debugger
+        if debugger and (note := debugger.prepare(world.session.link, task.ranks)):
+            display.add_note(note)
         # Redirect Stop before the task is sent: ranks may begin it before `follow_steps` does so.
         with redirect_stops(partial(world.session.count_stop, task)):
             machines = world.session.machines

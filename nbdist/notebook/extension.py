@@ -121,6 +121,7 @@ def wrap_methods(
     from nbdist.notebook.auto_mode import AutoCells
     from nbdist.notebook.commands.run import debug_ranks
     from nbdist.notebook.completion import Completion
+    from nbdist.notebook.debugger import CellDebugger, world_links
 
     completion, auto = Completion(pools, commands), AutoCells(pools)
     border = Border(pools, commands)
@@ -144,6 +145,10 @@ def wrap_methods(
             (shell, "run_cell", auto.run_cell),
             (shell.Completer, "completions", completion.completions),
         ]
+    if getattr(kernel, "debugger", None) is not None:
+        debugger = pools.debugger = CellDebugger(kernel, partial(world_links, pools))
+        stack.callback(debugger.open())
+        wrappers.append((kernel, "do_debug_request", debugger.answer))
     stack.callback(pools.pages.listen(kernel))
     # Before IPython's own transformers, which change line numbers by removing leading blank lines.
     transform = partial(transform_first_lines, local_is_plain=kernel is not None)

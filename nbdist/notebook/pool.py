@@ -18,6 +18,7 @@ from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 from nbdist.config import DEFAULT_POOL, LOCAL, WorldConfig
 from nbdist.errors import ForkedProcess, Interrupted, NbdistError, StartError, UsageError
 from nbdist.notebook.cell_text import AUTO_NOTE, AutoMode, is_attended
+from nbdist.notebook.debugger import CellDebugger
 from nbdist.notebook.display import CellDisplay, has_panels, make_display
 from nbdist.notebook.free_names import (
     Gathered,
@@ -79,6 +80,11 @@ class Pool:
 
     def __repr__(self) -> str:
         return f"<Pool {self.name} {self.world}>"
+
+    @property
+    def debugger(self) -> CellDebugger | None:
+        """The front end's debugger over all ranks; None without a kernel that can be debugged."""
+        return self._pools.debugger
 
     # --- the pool's state -----------------------------------------------------------------
 
@@ -638,6 +644,7 @@ class Pools:
         self.idle_stop = IdleStop(self._stop_jobs, lambda: any(each.jobs for each in self))
         self.gathered = Gathered(shell.user_ns)
         self.pages = Pages(shell)
+        self.debugger: CellDebugger | None = None  # set by `nbdist.notebook.extension`
         self._pools = {DEFAULT_POOL: Pool(self, DEFAULT_POOL)}
 
     def __iter__(self) -> Iterator[Pool]:

@@ -143,6 +143,15 @@ class Check:
     """
 
 
+class StartDebugger(NamedTuple):
+    """Start the rank's debugger, and listen for the agent's connection on a Unix socket.
+
+    The path of the socket is `debugger_socket`.  Answered by `Failed` if debugpy is not installed.
+    """
+
+    debugger_socket: str
+
+
 class ReleaseTaskValues(NamedTuple):
     """Free the values that this task returned: they were read, or nobody will read them."""
 
@@ -230,6 +239,7 @@ ControlQuery = (
 StepRequest = HoldSteps | StopAtStep | ReleaseSteps
 ControlRequest = (
     ControlQuery
+    | StartDebugger
     | ReleaseTaskValues
     | AbortCollectives
     | EndStoreWait

@@ -362,6 +362,32 @@ class ToWidget(NamedTuple):
     comm: Comm
 
 
+class OpenDebugger(NamedTuple):
+    """Notebook to agent: let the rank start its debugger, and connect to it.
+
+    `session` is a number that the notebook has not used before.  Messages of this session that the
+    rank's debugger writes come as `FromDebugger`, and so does the end of the session.  An earlier
+    session of the rank is closed.
+    """
+
+    rank: int
+    session: int
+
+
+class ToDebugger(NamedTuple):
+    """Notebook to agent: send the rank's debugger a request of the Debug Adapter Protocol."""
+
+    rank: int
+    session: int
+    text: str
+
+
+class CloseDebuggers(NamedTuple):
+    """Notebook to agent: end the debuggers of these ranks, so that what they hold up goes on."""
+
+    ranks: tuple[int, ...]
+
+
 class HandoverState(NamedTuple):
     """Notebook to agent: keep these fields for the next notebook that attaches to the world.
 
@@ -458,6 +484,20 @@ class Located:
     asked: float = 0.0
 
 
+class FromDebugger(NamedTuple):
+    """Agent to notebook: a message that the debugger of a rank has written.
+
+    `is_stopped` is True while a thread of the rank stands at a breakpoint or after a step.
+    `text` is "" if the session has ended; then `problem` says why it could not begin, "" if it did.
+    """
+
+    rank: int
+    session: int
+    text: str = ""
+    is_stopped: bool = False
+    problem: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class UsageReport:
     """Agent to notebook: how much memory and GPU busy ranks use, sent every few seconds."""
@@ -526,13 +566,15 @@ class Outputs(NamedTuple):
     items: tuple[RankOutput, ...]
 
 
-OfRanks = RequestLocations | AbortRanks | Interrupt | ReleaseRankValues
+OfRanks = RequestLocations | AbortRanks | Interrupt | ReleaseRankValues | CloseDebuggers
 Down = (
     AgentRequest[RequestBody]
     | RunTask
     | OfRanks
     | SendInput
     | ToWidget
+    | OpenDebugger
+    | ToDebugger
     | HandoverState
     | BatchAcknowledged
     | Shutdown
@@ -546,6 +588,7 @@ Up = (
     | Aborted
     | Decided
     | Starting
+    | FromDebugger
     | UsageReport
     | NodeJoined
     | UnresponsiveHosts

@@ -83,6 +83,7 @@ class RankPosition:
     # How many KeyboardInterrupts Python has dropped, because a finalizer or callback raised them.
     dropped_interrupts: int = 0
     asks: bool = False  # the rank waits for a line that the user types
+    is_debugged: bool = False  # the rank stands at a breakpoint of the front end's debugger
 
     @property
     def is_in_code(self) -> bool:

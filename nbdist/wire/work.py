@@ -33,9 +33,14 @@ BLANK_HEAD = re.compile(r"\A(?:[ \t\f]*\n)+")
 
 @dataclass(frozen=True, slots=True)
 class CellCode:
-    """The text of a cell; "" for a task that only binds variables or fetches values."""
+    """The text of a cell; "" for a task that only binds variables or fetches values.
+
+    `file` is the file name under which ranks compile the text: the name that the notebook's front
+    end expects in breakpoints and stack frames.  Without a `file`, each rank chooses a name.
+    """
 
     text: str = ""
+    file: str = ""
 
 
 @dataclass(frozen=True, slots=True)

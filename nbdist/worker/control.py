@@ -30,6 +30,7 @@ from nbdist.wire.frames import FrameCutter, framed, pack, unpack
 from nbdist.wire.spec import WorkerStart
 from nbdist.worker.compat import ipython
 from nbdist.worker.compat import torch as compat
+from nbdist.worker.debugging import DEBUGGER, CannotDebug
 from nbdist.worker.environment import change_environ, ready_names, share_gpu
 from nbdist.worker.group import user_stores
 from nbdist.worker.group.gloo import is_between_ranks
@@ -119,6 +120,8 @@ class ControlThread:
     def _answer_or_failure(self, request: control.ControlRequest) -> control.ControlReply:
         try:
             return self._perform(request)
+        except CannotDebug as error:
+            return control.Failed(str(error), unfit=False)
         except Exception as error:  # noqa: BLE001 (the agent waits for an answer, whatever failed)
             return control.Failed(str(error) or repr(error), unfit=not is_between_ranks(error))
 
@@ -187,6 +190,8 @@ class ControlThread:
                 return self._complete(code, cursor)
             case Inspect(code, cursor, detail):
                 return self._describe(code, cursor, detail)
+            case control.StartDebugger(path):
+                DEBUGGER.open(path, self._loop)
             case control.ReleaseTaskValues(task_id):
                 self._kernel.namespace.release_values(task_id)
             case control.HoldSteps(task_id):
@@ -196,6 +201,7 @@ class ControlThread:
             case control.ReleaseSteps(task_id):
                 return STEPS.release(task_id)
             case control.AbortCollectives() if group is not None:
+                DEBUGGER.record_abort()
                 if probe.waits_for_nccl:
                     # Code that waits for an aborted collective of nccl goes on with a meaningless
                     # result. So interrupt the cell first: then it does not use this result.

@@ -45,6 +45,7 @@ from nbdist.wire.spec import WorkerStart
 from nbdist.wire.work import CellCode, InputReply, OpCall, Task, Work, failure_in_words
 from nbdist.worker import tracking
 from nbdist.worker.compat.ipython import (
+    CellCompiler,
     import_without_debugpy,
     is_debugger,
     leave_debugger,
@@ -53,6 +54,7 @@ from nbdist.worker.compat.ipython import (
     reloads_modules,
     use_debugger,
 )
+from nbdist.worker.debugging import DEBUGGER
 from nbdist.worker.environment import Around, OwnModules, draw_bars_as_text, ready_names
 from nbdist.worker.group.group import Group
 from nbdist.worker.incomplete import find_incomplete
@@ -84,6 +86,7 @@ class WorkerKernel(IPythonKernel):
     ask: Callable[..., InputReply]  # `Tasks.ask`: (prompt, secret=..., by_debugger=...)
     next_items: Callable[[Sequence[ItemOutcome]], InputReply]  # `Tasks.next_items`
     shell_class = Type(WorkerShell)
+    compiler_class = Type(CellCompiler)
 
     @default("ident")
     def _rank_as_ident(self) -> str:
@@ -108,6 +111,7 @@ class WorkerKernel(IPythonKernel):
         is_partial = self.group is not None and len(task.ranks) < self.group.size
         watched = self.group if is_partial else None
         begun = watched.count_beyond(task.ranks) if watched else {}
+        DEBUGGER.begin_task()
         try:
             try:
                 interrupts.begin()
@@ -133,6 +137,7 @@ class WorkerKernel(IPythonKernel):
         if error is not None:
             done = replace(done, unfit=unfit_reason(context.rank, error))
         leave_debugger()
+        DEBUGGER.end_task()
         context.cleanup.close()
         if isinstance(task.work, OpCall) and done.status != "ok":
             forget_errors(self.shell, error)
@@ -201,7 +206,7 @@ class WorkerKernel(IPythonKernel):
         if not (isinstance(work, OpCall) and "packed" in work.arguments):
             self.namespace.counterparts.end_idle()
         if isinstance(work, CellCode):
-            return await self._run_source(work.text, context), context.shell.displayhook.pop_value()
+            return await self._run_source(work, context), context.shell.displayhook.pop_value()
         is_users = work.op in USERS_CODE
         if is_users:
             PEAKS.begin()
@@ -214,11 +219,13 @@ class WorkerKernel(IPythonKernel):
         except BaseException as error:  # noqa: BLE001 (also Stop)
             return error, None
 
-    async def _run_source(self, text: str, context: Context) -> BaseException | None:
+    async def _run_source(self, cell: CellCode, context: Context) -> BaseException | None:
+        text = cell.text
         if not text:  # the task only binds or fetches values
             return None
         shell: Any = self.shell
         shell.last_execution_result = None
+        shell.compile.cell = cell
         shell.displayhook.pop_value()  # drop the last value of a cell that Stop has interrupted
         PEAKS.begin()
         with context.record_changes(), CELL_TIMES:
@@ -419,7 +426,7 @@ def make_app(start: WorkerStart) -> WorkerApp:
     # ipykernel replaces `input` and `getpass` only while it runs a cell. Scripts and functions that
     # an op runs need the replacements too.
     builtins.input, getpass.getpass = kernel.raw_input, kernel.getpass
-    use_debugger()
+    use_debugger(DEBUGGER.stop_at)
     draw_bars_as_text()
     show_cell_lines()
     return app

@@ -19,6 +19,7 @@ import warnings
 from collections import deque
 from collections.abc import Sequence
 from multiprocessing import process
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ from nbdist.wire.work import (
     mark,
 )
 from nbdist.worker.control import ControlThread
+from nbdist.worker.debugging import DEBUGGER
 from nbdist.worker.environment import Around, prepare_torch
 from nbdist.worker.group.default import warn_of_own_groups
 from nbdist.worker.group.group import Group
@@ -185,6 +187,12 @@ INPUT_IN_CHILD = (
 )
 
 
+def handle_sigint(number: int, frame: FrameType | None) -> None:
+    """Interrupt the running task: at once, or at the end of an optimizer step."""
+    DEBUGGER.record_stop()
+    STEPS.handle_sigint(number, frame)
+
+
 class Tasks:
     """The socket through which a worker gets tasks, and the replies to its own requests.
 
@@ -203,7 +211,7 @@ class Tasks:
         self._pid = os.getpid()
         self._loop = asyncio.get_event_loop()
         self._pending: deque[Task | Comm] = deque()
-        self._interrupts = Interrupts(self._loop, self._has_more, STEPS.handle_sigint)
+        self._interrupts = Interrupts(self._loop, self._has_more, handle_sigint)
         self._task_arrived = asyncio.Event()
         self._cutter = FrameCutter()
         self._read_lock = threading.Lock()

@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
-from types import GetSetDescriptorType, MemberDescriptorType, TracebackType
+from types import FrameType, GetSetDescriptorType, MemberDescriptorType, TracebackType
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from nbdist.values.pickling import pickle
 from nbdist.wire.work import failure_in_words
 from nbdist.words import did_you_mean, error_line
 from nbdist.worker.compat import accelerator, ipython
+from nbdist.worker.compat.debugpy import is_frame_of_debugger
 from nbdist.worker.group.gloo import connections_after
 from nbdist.worker.group.stores import run_with_timeout
 from nbdist.worker.namespace import Problem
@@ -99,7 +100,13 @@ def short_traceback(tb: TracebackType | None) -> list[str]:
     """
     cells = cell_numbers()
     lines = []
+    before: FrameType | None = None
     for frame, line in traceback.walk_tb(tb):
+        if is_frame_of_debugger(frame):
+            break  # Stop has ended the wait at a breakpoint in the frame before
+        if frame is before:
+            continue  # Python repeats a frame whose trace function raises
+        before = frame
         file, function = frame.f_code.co_filename, frame.f_code.co_name
         if file in cells:
             # Read the entry that IPython has made in the cache. Do not call linecache's functions,

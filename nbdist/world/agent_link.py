@@ -107,6 +107,8 @@ class Link:
         self._lost: AgentLost | None = None
         self._opened = self._closing = self._is_detached = self._is_remembered = False
         self.signals_all_messages = False
+        # Called on the link's thread with each message of a debugger, and with None at the end.
+        self.on_debugger: Callable[[messages.FromDebugger | None], None] | None = None
         self._starting = Starting(0)
         self._launched = threading.Event()
         self._agent: AgentHandle | None = None
@@ -387,6 +389,9 @@ class Link:
                 self._add_arrived(*items, BatchAcknowledged())
             case Starting() as starting:
                 self._starting = starting
+            case messages.FromDebugger():
+                if self.on_debugger is not None:
+                    self.on_debugger(message)
             case item:
                 self._add_arrived(item)
 
@@ -404,6 +409,8 @@ class Link:
             if not each.done():
                 each.set_exception(lost)
         self._add_arrived(lost)
+        if self.on_debugger is not None:
+            self.on_debugger(None)
 
 
 def _lost(agent: AgentHandle) -> AgentLost:

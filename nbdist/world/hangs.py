@@ -248,6 +248,8 @@ def _activity(place: RankPosition, source: str = "") -> str:
     if place.holds_gil:
         where = f", {line}" if place.line or place.file else ""
         return f"busy in C code that holds the GIL{where}"
+    if place.is_debugged:
+        return f"wait in the debugger, {line}"
     if place.operation:
         return f"wait in {place.operation}, {line}"
     if place.asks:

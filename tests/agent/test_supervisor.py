@@ -300,3 +300,24 @@ def test_mutual_waits_end_if_known_or_long() -> None:
     found = watch(helped, helped)
     assert not found.is_dead_end((0, 1), 1000.0, is_known=False)
     assert found.is_dead_end((0, 1), 1000.0, is_known=True)
+
+
+def test_a_rank_at_a_breakpoint_is_no_hang() -> None:
+    """While a rank stands at a breakpoint nothing is aborted, and the timeout does not go on."""
+    watched = supervisor(timeout=5.0)
+    watched.record_debugger(1, 1.0, is_stopped=True)
+    watched.receive(0, Done("ok", 0.1), 1.0)
+    assert looks(watched, 10.0) == []
+    assert [*watched.next_steps(600.0)] == []
+    watched.record_debugger(1, 601.0, is_stopped=False)
+    assert watched.seconds_to_step(601.0) <= 4.0
+    assert LOCATE in [*watched.next_steps(606.0)]
+    assert Decision.TIME_OUT in [*watched.next_steps(610.0)]
+
+
+def test_stop_at_a_breakpoint_is_supervised_again() -> None:
+    """After Stop no rank counts as standing at a breakpoint, so that ranks are located."""
+    watched = supervisor()
+    watched.record_debugger(1, 1.0, is_stopped=True)
+    watched.record_stop(2.0)
+    assert LOCATE in [*watched.next_steps(5.0)]

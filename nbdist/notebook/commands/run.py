@@ -133,14 +133,28 @@ def _steps(line: MagicCall) -> CellSteps:
 # --- debugging a rank's exception on the rank; IPython's `%debug` and `%pdb` do this too ----------
 
 
-@command(ranks_option)
+@command(
+    argument("--alone", action="store_true",
+             help="in JupyterLab's debugger: only this rank makes steps"),
+    ranks_option,
+)  # fmt: skip
 def dist_debug(line: MagicCall) -> None:
     """Debug the last exception of a rank, in its own frames.
 
     By default on the rank that failed first.  `p x`, `up`, `where` and all else that pdb
     knows is typed into the input box; `q` leaves it, and nothing has changed.
+
+    While ranks stand at a breakpoint in JupyterLab's debugger, `-r 2` shows rank 2 there; with
+    `--alone` only that rank makes steps.
     """
-    world = line.world
+    world, options = line.world, line.options
+    if options.ranks is not None and len(line.ranks) == 1 and (debugger := line.pool.debugger):
+        link = world.session.link
+        if text := debugger.choose(link, line.ranks[0], is_alone=options.alone):
+            line.display.add_note(text)
+            return
+    if options.alone:
+        raise UsageError("`%dist_debug --alone`: no rank stands at a breakpoint of JupyterLab's.")
     ranks = line.ranks if line.options.ranks is not None else (failed_rank(line.pool),)
     task = world.task(OpCall("run.debug"), ranks=ranks)
     running = line.pool.last = world.submit(task)

@@ -15,8 +15,9 @@ import pdb
 import pickle
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch.distributed
 from ipykernel import kernelapp
+from ipykernel.compiler import XCachingCompiler
 from ipykernel.iostream import IOPubThread
 from ipykernel.zmqshell import ZMQInteractiveShell
 from IPython.core import debugger
@@ -32,6 +34,7 @@ from IPython.core.debugger import InterruptiblePdb
 
 from nbdist.system.folders import whole_file
 from nbdist.values.definitions import cell_numbers, function_name
+from nbdist.wire.work import CellCode
 
 SHOW = "_showtraceback"
 """IPython's method that shows a drawn traceback; ipykernel's shell publishes the traceback."""
@@ -62,7 +65,8 @@ def check() -> tuple[str, ...]:
 def import_without_debugpy() -> None:
     """Import `ipykernel.debugger` without debugpy, which would take 70 ms and 7 MB in each worker.
 
-    No front end uses debugpy to debug a worker. `import debugpy` in a cell works as usual.
+    A worker imports debugpy once a front end debugs it (`nbdist.worker.debugging`).  `import
+    debugpy` in a cell works as usual.
     """
     server = sys.modules.get("debugpy.server", sys)
     sys.modules["debugpy.server"] = None  # type: ignore[assignment]
@@ -113,6 +117,19 @@ class AnnouncesErrors(ZMQInteractiveShell):
             self._showtraceback(kind, error, lines)
         else:
             sys.stderr.write("\n".join([*lines, ""]))
+
+
+class CellCompiler(XCachingCompiler):
+    """Compiles the cell of a task under the file name that the notebook has chosen for it."""
+
+    cell = CellCode()
+
+    def get_code_name(self, raw_code: str, code: str, number: int) -> str:
+        """Return the file name of a text: that of the running task's cell, or ipykernel's."""
+        if self.cell.file and raw_code == self.cell.text:
+            return self.cell.file
+        name: str = super().get_code_name(raw_code, code, number)
+        return name
 
 
 def number_cells(shell: Any) -> None:
@@ -378,10 +395,12 @@ def post_mortem(error: BaseException) -> None:
 DEBUGGER_LEFT = "`q` left the debugger and ended the cell on this rank"  # BdbQuit has no message
 
 
-def use_debugger() -> None:
+def use_debugger(stop_at: Callable[[FrameType | None], bool]) -> None:
     """Make all functions that start a debugger use `Debugger`.
 
-    Called after IPython has set its own class of debugger.
+    Called after IPython has set its own class of debugger.  `breakpoint()` first calls `stop_at`
+    with its caller's frame, and uses `Debugger` only if that returns False, because no front end
+    debugs this process.
     """
     for module in (pdb, debugger):
         vars(module)["Pdb"] = Debugger
@@ -391,10 +410,12 @@ def use_debugger() -> None:
     if hasattr(torch.distributed, "_DistributedPdb"):
         torch.distributed._DistributedPdb = Debugger
     # ipykernel's own hook does nothing once debugpy has been imported.
-    sys.breakpointhook = stop_at_breakpoint
+    sys.breakpointhook = partial(stop_at_breakpoint, stop_at)
 
 
-def stop_at_breakpoint(*args: Any, **options: Any) -> Any:
+def stop_at_breakpoint(
+    stop_at: Callable[[FrameType | None], bool], *args: Any, **options: Any
+) -> Any:
     """Debug in the frame that has called `breakpoint()`.
 
     If PYTHONBREAKPOINT names another function, call this function instead.
@@ -402,10 +423,13 @@ def stop_at_breakpoint(*args: Any, **options: Any) -> Any:
     if os.environ.get("PYTHONBREAKPOINT"):
         return sys.__breakpointhook__(*args, **options)
     frame = inspect.currentframe()
+    caller = frame and frame.f_back
+    if stop_at(caller):
+        return None
     session = Debugger()
     if header := options.get("header"):
         session.message(header)
-    session.set_trace(frame and frame.f_back)
+    session.set_trace(caller)
     return None
 
 

@@ -1,0 +1,177 @@
+"""Private names of pydevd, the part of debugpy that runs in the process that is debugged.
+
+`debugpy.listen` would open a TCP port and start another process.  `DebugSession` serves the Debug
+Adapter Protocol on a connected socket instead.  debugpy is imported with the first session.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from types import FrameType
+from typing import Any
+
+# pydevd reads these variables when it is imported.  The first two make a step go from a statement
+# of a cell to the next statement, although IPython runs each statement alone: a statement is
+# called by IPython's `run_code`, which `WorkerShell.run_code` calls.  The third one avoids a
+# warning on standard modules whose source pydevd cannot debug.
+IMPORT_ENVIRON: Mapping[str, str] = {
+    "PYDEVD_IPYTHON_COMPATIBLE_DEBUGGING": "1",
+    "PYDEVD_IPYTHON_CONTEXT": "interactiveshell.py,run_code,run_code",
+    "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+}
+
+DISPOSE_TIMEOUT = 1.0  # seconds for each of the threads of pydevd to exit
+
+
+def missing() -> str:
+    """Return a sentence if this Python cannot be debugged by debugpy now; else ""."""
+    if find_spec("debugpy") is None:
+        return f"{sys.executable} has no debugpy"
+    constants = sys.modules.get("_pydevd_bundle.pydevd_constants")
+    if constants is not None and constants.get_global_debugger() is not None:
+        return "code of this rank has started debugpy by itself"
+    return ""
+
+
+def _import_pydevd() -> Any:
+    """Import pydevd as debugpy has it, and keep the process's environment and breakpoint hook."""
+    before, hook = {name: os.environ.get(name) for name in IMPORT_ENVIRON}, sys.breakpointhook
+    os.environ.update(IMPORT_ENVIRON)
+    try:
+        import_module("debugpy._vendored.force_pydevd")
+        return import_module("pydevd")
+    finally:
+        sys.breakpointhook = hook
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+class DebugSession:
+    """A session of debugpy in this process, whose client is connected to a socket.
+
+    Python code runs slower while a session exists.  A process has at most one session at a time.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        pydevd = self._pydevd = _import_pydevd()
+        constants = import_module("_pydevd_bundle.pydevd_constants")
+        defaults = import_module("_pydevd_bundle.pydevd_defaults")
+        comm = import_module("_pydevd_bundle.pydevd_comm")
+        defaults.PydevdCustomization.DEFAULT_PROTOCOL = constants.HTTP_JSON_PROTOCOL
+        if constants.PYDEVD_USE_SYS_MONITORING:  # Python 3.12 and later
+            monitoring = import_module("_pydevd_sys_monitoring.pydevd_sys_monitoring")
+            self._pause_tracing = monitoring.stop_monitoring
+        else:
+            self._pause_tracing = partial(import_module("pydevd_tracing").SetTrace, None)
+        # The keys that pydevd reads; a process that forks is not to be followed.
+        pydevd.SetupHolder.setup = {
+            "client": "127.0.0.1",
+            "server": False,
+            "port": 0,
+            "multiprocess": False,
+            "skip-notify-stdin": True,
+            constants.ARGUMENT_PPID: 0,
+        }
+        self._debugger = debugger = pydevd.PyDB()
+        # Trace all threads before the first request is read, as `pydevd.settrace` does.
+        debugger.writer = comm.WriterThread(
+            constants.NULL, debugger, terminate_on_socket_close=False
+        )
+        debugger.ready_to_run = True
+        pydevd.settrace(
+            suspend=False,
+            trace_only_current_thread=False,
+            patch_multiprocessing=False,
+            notify_stdin=False,
+        )
+        debugger.initialize_network(connection, terminate_on_socket_close=False)
+        _sessions[:] = [self]
+
+    def wait(self) -> None:
+        """Wait until the client has closed the connection."""
+        self._debugger.reader.join()
+
+    def end(self) -> None:
+        """Remove all breakpoints, let all threads go on, and end pydevd's threads."""
+        _sessions.clear()
+        import_module("_pydevd_bundle.pydevd_api").PyDevdAPI().request_disconnect(
+            self._debugger, resume_threads=True
+        )
+        self._pydevd.stoptrace()
+        for each in self._debugger.created_pydb_daemon_threads.copy():
+            each.join(DISPOSE_TIMEOUT)
+
+    def begin_task(self) -> None:
+        """Trace the calling thread again: Python stops tracing if Stop ends a breakpoint."""
+        self._debugger.enable_tracing()
+
+    def pause_tracing(self) -> None:
+        """Do not stop the calling thread again until `begin_task`; signal handlers may call this.
+
+        Only sets attributes, as the signal may have come while pydevd holds a lock.
+        """
+        self._pause_tracing()
+
+    def ignore_exceptions(self) -> None:
+        """Do not stop at exceptions again until the client sets its exception breakpoints."""
+        self._debugger.break_on_uncaught_exceptions = {}
+        self._debugger.break_on_caught_exceptions = {}
+        self._debugger.break_on_user_uncaught_exceptions = {}
+
+    def end_task(self) -> None:
+        """Forget a step or a breakpoint that Stop or the end of the cell has left."""
+        constants = import_module("_pydevd_bundle.pydevd_constants")
+        lifecycle = import_module("_pydevd_bundle.pydevd_thread_lifecycle")
+        lifecycle.resume_threads(constants.get_current_thread_id(threading.current_thread()))
+
+    def stop_at(self, frame: FrameType | None) -> None:
+        """Stop in a frame of the calling thread, at its current line."""
+        thread = threading.current_thread()
+        command = import_module("_pydevd_bundle.pydevd_comm_constants").CMD_SET_BREAK
+        self._pause_tracing()  # debugpy would also stop in the functions that it calls here
+        try:
+            self._debugger.set_suspend(thread, command)
+            self._debugger.do_wait_suspend(thread, frame, "line", None)
+        finally:
+            self._debugger.enable_tracing()
+
+    def forget_in_child(self) -> None:
+        """Debug nothing in a forked process, which has no thread that could end a breakpoint."""
+        self._debugger.pydb_disposed = True
+        self._pause_tracing()
+        threading.settrace(None)
+
+
+_sessions: list[DebugSession] = []
+"""The last session, if there was one."""
+
+
+def _after_fork_in_child() -> None:
+    for each in _sessions:
+        each.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def is_frame_of_debugger(frame: FrameType) -> bool:
+    """Return True for a call of pydevd, such as the wait at a breakpoint."""
+    file = frame.f_code.co_filename
+    return file.startswith("_pydevd") or "/debugpy/_vendored/" in file
+
+
+def stop_tracing() -> None:
+    """Remove the trace function that an ended session has left in the calling thread."""
+    trace = sys.gettrace()
+    if trace is not None and type(trace).__module__.startswith("_pydevd"):
+        sys.settrace(None)

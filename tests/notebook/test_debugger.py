@@ -1,0 +1,246 @@
+"""Tests of `nbdist.notebook.debugger` with real kernels, by the messages that JupyterLab sends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from nbdist.notebook.debugger import FIRST_ID, Numbers, RankSession, _choice, _is_library
+from tests.notebook.debug_client import DebugClient
+from tests.notebook.front_end import Notebook, lasting
+
+pytest.importorskip("debugpy")
+
+kernel = lasting("%load_ext nbdist", "%%distributed -n 2\nimport os, time")
+
+USED_UP = "import sys; sys.modules['torch'] = sys"
+"""Code after which no other test uses a kernel, whose own debugger would be left behind."""
+
+STEP = """%%distributed
+def train_step(weight):
+    gradient = weight * (rank + 1)
+    dist.all_reduce(gradient)
+    return gradient
+
+weight = train_step(torch.ones(1))
+print("weight", weight.item())"""
+
+
+@pytest.fixture(scope="module")
+def adapter(kernel: Notebook) -> Iterator[None]:
+    """The process of ipykernel's own debugger, which lives as long as the kernel."""
+    client = DebugClient(kernel)
+    client.start()
+    client.stop()
+    yield
+    kernel.fails_at(USED_UP)
+
+
+@pytest.fixture
+def debug(kernel: Notebook, adapter: None) -> Iterator[DebugClient]:
+    """A debugger that is switched on, and off again after the test."""
+    client = DebugClient(kernel)
+    client.start()
+    yield client
+    if not client._is_over:  # the test has failed
+        kernel.manager.interrupt_kernel()
+        client.finish()
+    client.stop()
+
+
+def go_on(debug: DebugClient, thread: int) -> str:
+    """Let all ranks go on to the end of the cell; return the cell's output."""
+    debug.request("continue", threadId=thread)
+    return debug.finish().seen
+
+
+def test_ranks_step_together_over_a_collective(debug: DebugClient) -> None:
+    """All ranks stop at a breakpoint, and a step moves them all, also through an all_reduce."""
+    path = debug.set_breakpoints(STEP, 3)
+    debug.begin(STEP)
+    thread, frame = debug.stopped()
+    assert thread >= FIRST_ID
+    frames = [(each["name"], each["line"], each["source"]["path"]) for each in debug.stack(thread)]
+    assert frames == [("rank 0 · train_step", 3, path), ("rank 0 · <module>", 7, path)]
+    assert debug.variables(frame)["weight"]["value"] == "tensor([1.])"
+    for line in (4, 5):
+        debug.request("next", threadId=thread)
+        thread, frame = debug.stopped()
+        assert frame["line"] == line
+    assert debug.evaluate(frame, "gradient.item()") == "3.0"
+    debug.evaluate(frame, "gradient.mul_(10)")
+    assert "weight 30.0" in go_on(debug, thread)
+
+
+def test_a_rank_that_stops_alone_is_waited_for(debug: DebugClient) -> None:
+    """Others wait for a rank at a breakpoint, and the cell's timeout does not go on."""
+    cell = "%%distributed --timeout 2\nif rank == 1:\n    x = 1\ndist.barrier()\nprint('passed')"
+    debug.set_breakpoints(cell, 3)
+    debug.begin(cell)
+    thread, frame = debug.stopped()
+    assert frame["name"] == "rank 1 · <module>"
+    debug.evaluate(frame, "time.sleep(3)")
+    assert "passed" in go_on(debug, thread)
+
+
+def test_stop_ends_a_cell_at_a_breakpoint(debug: DebugClient) -> None:
+    """Stop ends the cell while ranks stand at a breakpoint; the next cell stops there again."""
+    debug.set_breakpoints(STEP, 3)
+    for _ in range(2):
+        debug.begin(STEP)
+        debug.stopped()
+        debug.notebook.manager.interrupt_kernel()
+        outcome = debug.finish()
+        assert outcome.errors[0]["ename"] == "Interrupted"
+        assert "pydevd" not in outcome.seen
+        debug.next_event("continued")
+    debug.begin(STEP)
+    thread, _ = debug.stopped()
+    assert "weight 3.0" in go_on(debug, thread)
+
+
+def test_a_rank_that_dies_at_a_breakpoint_is_told(fresh: Callable[..., Notebook]) -> None:
+    """After a death the next stopped rank is shown, and the new rank has the breakpoints."""
+    notebook = fresh("%load_ext nbdist", "%%distributed -n 2\nimport os")
+    debug = DebugClient(notebook)
+    debug.start()
+    cell = "%%distributed\nx = rank\nprint('x', x)"
+    debug.set_breakpoints(cell, 3)
+    debug.begin(cell)
+    _, frame = debug.stopped()
+    os.kill(int(debug.evaluate(frame, "os.getpid()")), signal.SIGKILL)
+    thread, frame = debug.stopped()
+    assert frame["name"] == "rank 1 · <module>"
+    assert "WorkerDied: rank 0" in go_on(debug, thread)
+    debug.begin(cell)
+    thread, frame = debug.stopped()
+    debug.request("evaluate", expression="%dist_debug -r 0 --alone", frameId=frame["id"])
+    thread, frame = debug.stopped()
+    assert frame["name"] == "rank 0 · <module>"
+    debug.request("evaluate", expression="%dist_debug -r 0", frameId=frame["id"])
+    thread, frame = debug.stopped()
+    assert "x 0" in go_on(debug, thread)
+    debug.stop()
+    notebook.fails_at(USED_UP)
+
+
+def test_breakpoint_uses_the_debugger_while_it_is_on(debug: DebugClient) -> None:
+    """`breakpoint()` stops in the front end's debugger; it opens no input box."""
+    debug.begin("%%distributed\nx = 1\nif rank == 0:\n    breakpoint()\nprint('on')")
+    thread, frame = debug.stopped()
+    assert (frame["name"], frame["line"]) == ("rank 0 · <module>", 4)
+    assert "on" in go_on(debug, thread)
+
+
+def test_an_exception_stops_only_the_rank_that_raises(debug: DebugClient) -> None:
+    """Neither the ranks that are released nor the notebook stop at what follows from the error."""
+    debug.request("setExceptionBreakpoints", filters=["userUnhandled"])
+    debug.begin("%%distributed\nif rank == 1:\n    1 / 0\ndist.barrier()")
+    thread, frame = debug.stopped()
+    assert frame["name"].startswith("rank 1 · <module>")
+    assert "ZeroDivisionError" in go_on(debug, thread)
+
+
+def test_the_notebook_s_own_breakpoints_work_as_before(debug: DebugClient) -> None:
+    """A plain cell stops in the notebook's thread, and its function on the ranks that call it."""
+    plain = "def double(value):\n    result = 2 * value\n    return result\ndouble(1)"
+    debug.set_breakpoints(plain, 2)
+    debug.begin(plain)
+    thread, frame = debug.stopped()
+    assert thread < FIRST_ID
+    assert frame["name"] == "double"
+    debug.request("continue", threadId=thread)
+    assert debug.finish().errors == []
+    debug.begin("%%distributed\nprint(double(21))")
+    thread, frame = debug.stopped()
+    assert frame["name"] == "rank 0 · double"
+    assert "42" in go_on(debug, thread)
+
+
+def test_nothing_is_left_of_a_debugger_that_is_off(kernel: Notebook, adapter: None) -> None:
+    """Off again, workers are not traced, have no thread of the debugger, and no socket listens."""
+    look = """%%distributed
+import sys, threading
+left = [each.name for each in threading.enumerate() if "debug" in each.name or "pydev" in each.name]
+files = len(os.listdir("/proc/self/fd"))
+print("traced", sys.gettrace(), threading.gettrace(), left)"""
+    cell = "%%distributed\ny = 1"
+    counts = list[list[int]]()
+    for _ in range(3):
+        debug = DebugClient(kernel)
+        debug.start()
+        debug.set_breakpoints(cell, 2)
+        debug.begin(cell)
+        thread, _ = debug.stopped()
+        go_on(debug, thread)
+        debug.stop()
+        assert "traced None None []" in debug.run(look).seen
+        assert debug.run("%%distributed -o counts\nfiles").errors == []
+        counts.append(kernel.value("[*counts]"))
+    assert counts[-1] == counts[0]
+
+
+def test_unloading_gives_the_debugger_back(fresh: Callable[..., Notebook]) -> None:
+    """After `%unload_ext` ipykernel's debugger is as if nbdist had not been loaded."""
+    notebook = fresh()
+    kernel = "get_ipython().kernel"
+    state = f"({kernel}.debugger.event_callback.__qualname__, 'do_debug_request' in vars({kernel}))"
+    before = notebook.value(state)
+    rules = notebook.value(f"len({kernel}.debugger.kernel_modules)")
+    notebook.run("%load_ext nbdist")
+    assert notebook.value(state) != before
+    notebook.run("%unload_ext nbdist")
+    assert notebook.value(state) == before
+    assert notebook.value(f"len({kernel}.debugger.kernel_modules)") == rules
+
+
+# --- the parts without a kernel ---------------------------------------------------------------
+
+
+def session(rank: int) -> RankSession:
+    link: Any = None
+    return RankSession(link, rank, 100 + rank, rank, f"rank {rank}")
+
+
+def test_numbers_are_unique_over_ranks() -> None:
+    """Equal numbers of two ranks get different numbers, which lead back to their rank."""
+    numbers, first, second = Numbers(), session(0), session(1)
+    body = {"stackFrames": [{"id": 3, "name": "f", "source": {"sourceReference": 0}}]}
+    frames = [numbers.to_outer(each, body)["stackFrames"][0] for each in (first, second)]
+    assert [each["name"] for each in frames] == ["rank 0 · f", "rank 1 · f"]
+    assert frames[0]["id"] != frames[1]["id"]
+    assert numbers.to_inner({"frameId": frames[1]["id"]}) == (second, {"frameId": 3})
+    assert numbers.to_inner({"frameId": 3}) == (None, {"frameId": 3})
+    numbers.forget(second)
+    assert numbers.to_inner({"frameId": frames[1]["id"]})[0] is None
+    assert numbers.to_inner({"frameId": frames[0]["id"]})[0] is first
+
+
+@pytest.mark.parametrize(
+    ("expression", "choice"),
+    [
+        ("%dist_debug -r 2", (2, False)),
+        (" %dist_debug --alone -r 3", (3, True)),
+        ("%dist_debug -r 3 --alone", (3, True)),
+        ("%dist_debug", None),
+        ("rank", None),
+    ],
+)
+def test_a_rank_is_chosen_by_an_expression(
+    expression: str, choice: tuple[int, bool] | None
+) -> None:
+    """`%dist_debug -r 2` in the page's field for expressions chooses a rank."""
+    assert _choice({"expression": expression}) == choice
+
+
+def test_a_step_that_leaves_the_cell_is_recognised() -> None:
+    """Only frames of packages are left then."""
+    helper = {"name": "helper", "source": {"path": "/usr/lib/python3.11/contextlib.py"}}
+    begin = {"name": "<module>", "source": {"path": "/x/nbdist/agent/fork_server.py"}}
+    cell = {"name": "<module>", "source": {"path": "/tmp/ipykernel_1/2.py"}}
+    assert all(map(_is_library, (helper, begin)))
+    assert not _is_library(cell)
