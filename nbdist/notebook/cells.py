@@ -221,8 +221,9 @@ def _attempt(
     packed = shipment.packed(display)
     task = replace(task, names=packed.payloads)
     try:
-        debugger = pool.debugger
-        if debugger and (note := debugger.prepare(world.session.link, task.ranks)):
+        # Without a link, `submit` raises the error that says why.
+        debugger, link = pool.debugger, world.session.link_or_none
+        if debugger and link and (note := debugger.prepare(link, task.ranks)):
             display.add_note(note)
         # Redirect Stop before the task is sent: ranks may begin it before `follow_steps` does so.
         with redirect_stops(partial(world.session.count_stop, task)):

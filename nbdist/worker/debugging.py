@@ -85,8 +85,11 @@ class RankDebugger:
                 os.unlink(path)
         self._connection = connection
         try:
-            self._session = session = debugpy.DebugSession(connection)
+            # Before the first request is answered: a task that begins after the last answer has to
+            # find the session, or it would run without the breakpoints.
+            self._session = session = debugpy.DebugSession()
             try:
+                session.connect(connection)
                 session.wait()
             finally:
                 self._session = None

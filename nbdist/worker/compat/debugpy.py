@@ -62,7 +62,8 @@ class DebugSession:
     Python code runs slower while a session exists.  A process has at most one session at a time.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self) -> None:
+        """Trace all threads of this process; `connect` serves the client after that."""
         pydevd = self._pydevd = _import_pydevd()
         constants = import_module("_pydevd_bundle.pydevd_constants")
         defaults = import_module("_pydevd_bundle.pydevd_defaults")
@@ -94,8 +95,11 @@ class DebugSession:
             patch_multiprocessing=False,
             notify_stdin=False,
         )
-        debugger.initialize_network(connection, terminate_on_socket_close=False)
         _sessions[:] = [self]
+
+    def connect(self, connection: socket.socket) -> None:
+        """Read and answer the client's requests on a connection, in threads of pydevd."""
+        self._debugger.initialize_network(connection, terminate_on_socket_close=False)
 
     def wait(self) -> None:
         """Wait until the client has closed the connection."""
