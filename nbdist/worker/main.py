@@ -19,7 +19,6 @@ import warnings
 from collections import deque
 from collections.abc import Sequence
 from multiprocessing import process
-from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -89,6 +88,7 @@ def run_worker(start: WorkerStart, agent_pid: int) -> None:
     reserve_addresses()
     write_stacks_to(start.stack_file)
     share_definitions_with_children()
+    STEPS.on_sigint = DEBUGGER.record_stop
     STEPS.watch()
     group = Group(start) if start.world.backend is not None else None
     if group is None:
@@ -187,12 +187,6 @@ INPUT_IN_CHILD = (
 )
 
 
-def handle_sigint(number: int, frame: FrameType | None) -> None:
-    """Interrupt the running task: at once, or at the end of an optimizer step."""
-    DEBUGGER.record_stop()
-    STEPS.handle_sigint(number, frame)
-
-
 class Tasks:
     """The socket through which a worker gets tasks, and the replies to its own requests.
 
@@ -211,7 +205,7 @@ class Tasks:
         self._pid = os.getpid()
         self._loop = asyncio.get_event_loop()
         self._pending: deque[Task | Comm] = deque()
-        self._interrupts = Interrupts(self._loop, self._has_more, handle_sigint)
+        self._interrupts = Interrupts(self._loop, self._has_more, STEPS.handle_sigint)
         self._task_arrived = asyncio.Event()
         self._cutter = FrameCutter()
         self._read_lock = threading.Lock()

@@ -49,6 +49,9 @@ class StepCounter:
         self._lock = threading.Lock()
         self._deferral: threading.Timer | None = None
         self._succeeded_task = ""  # the id of the last task, once it has ended without an error
+        # Called first at each SIGINT.  The signal's handler has to stay `handle_sigint` itself: by
+        # another handler the agent would know that user code handles SIGINT (`has_taken_sigint`).
+        self.on_sigint: Callable[[], object] = lambda: None
         self.begin_task("")
 
     def __repr__(self) -> str:
@@ -148,6 +151,7 @@ class StepCounter:
         A second SIGINT interrupts the step itself. A step that has not ended after `MAX_DEFERRAL`
         seconds is interrupted, too.
         """
+        self.on_sigint()
         self._is_held = False
         if self._must_defer(frame):
             self._deferral = threading.Timer(MAX_DEFERRAL, self._end_deferral)
