@@ -428,8 +428,10 @@ def cell_file(shell: InteractiveShell) -> str:
     The name has a hash of the text of the whole cell.  Returns "" in a terminal.
     """
     code = request_of(shell).get("content", {}).get("code", "")
+    if not code:
+        return ""
     compiler: Any = shell.compile
-    return str(compiler.get_code_name(code, code, 0)) if code else ""
+    return str(compiler.get_code_name(code, code, 0))
 
 
 def page_of(request: dict[str, Any]) -> str:
