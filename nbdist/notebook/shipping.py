@@ -500,13 +500,15 @@ class Plan:
         reached, have = self._reached_keys(name), self._ranks_with(name)
         changed = [r for r in have & answers.keys() if not reached.isdisjoint(answers[r].changed)]
         theirs = {key for r in changed for key in answers[r].changed} & reached
+        new = frozenset(rank for rank in lack if self._table.is_missing(name, rank))
         if changed:
             # A rank that has the changed objects under another name only gets one more name for its
             # own objects, so no change is lost there.
             lack = frozenset(r for r in lack if not theirs <= self._objects.of(r).keys())
-        new = frozenset(rank for rank in lack if self._table.is_missing(name, rank))
-        done = f"`{name}` was {self._verb(name)} on {name_ranks(sorted(changed))} since it was sent"
-        if not changed:
+            new &= lack
+            done = f"`{name}` was {self._verb(name)} on {name_ranks(sorted(changed))}"
+            done += " since it was sent"
+        else:
             changed, lack = sorted(have & {*unasked}), new
             run = "runs" if len(changed) == 1 else "run"
             done = f"`{name}` is on {name_ranks(changed)}, which {run} another cell"

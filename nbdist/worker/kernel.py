@@ -108,9 +108,7 @@ class WorkerKernel(IPythonKernel):
         self.session.begin_task()
         tracking.begin_task()
         STEPS.begin_task(task.id)
-        is_partial = self.group is not None and len(task.ranks) < self.group.size
-        watched = self.group if is_partial else None
-        begun = watched.count_beyond(task.ranks) if watched else {}
+        begun = self.group.count_beyond(task.ranks) if self.group else {}
         DEBUGGER.begin_task()
         try:
             try:
@@ -130,10 +128,8 @@ class WorkerKernel(IPythonKernel):
             bound, deleted = frozenset(context.bound), frozenset(context.deleted)
             done = replace(done, failure=failure, bound=bound, gone=deleted)
         STEPS.end_task(has_succeeded=done.status == "ok")
-        if watched and done.status == "ok":
-            ended = watched.count_beyond(task.ranks)
-            reached = (on for n, (count, on) in ended.items() if count > begun.get(n, (0, ()))[0])
-            done = replace(done, outside=(*sorted({rank for on in reached for rank in on}),))
+        if self.group and done.status == "ok":
+            done = replace(done, outside=self.group.reached_beyond(task.ranks, begun))
         if error is not None:
             done = replace(done, unfit=unfit_reason(context.rank, error))
         leave_debugger()

@@ -128,16 +128,29 @@ class Group:
         return members
 
     def count_beyond(self, ranks: Collection[int]) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Return by name the groups that have members outside of `ranks`.
+        """Return by name the groups that have members outside of `ranks`; {} for all ranks.
 
         The values are how many collectives this rank has begun in the group, and these members.
         """
+        if len(ranks) == self.size:
+            return {}
         subgroups = self._default.subgroups()
         members = {name: dist.get_process_group_ranks(group) for name, group in subgroups.items()}
         members[WORLD] = [*range(self.size)]
         beyond = {n: tuple(r for r in on if r not in ranks) for n, on in members.items()}
         groups = {WORLD: self._default.group, **subgroups}
         return {n: (seam.count_collectives(groups[n]), on) for n, on in beyond.items() if on}
+
+    def reached_beyond(
+        self, ranks: Collection[int], before: Mapping[str, tuple[int, tuple[int, ...]]]
+    ) -> tuple[int, ...]:
+        """Return the members outside of `ranks` of groups with new collectives of this rank.
+
+        `before` is what `count_beyond` returned before the collectives.
+        """
+        now = self.count_beyond(ranks)
+        reached = (on for n, (count, on) in now.items() if count > before.get(n, (0, ()))[0])
+        return (*sorted({rank for on in reached for rank in on}),)
 
     @property
     def size(self) -> int:
