@@ -69,7 +69,7 @@ class Supervisor:
         self._rules = rules
         self._started = now
         self._has_death = self._has_handled_death = False
-        self.has_timed_out = self._is_stopping = False
+        self.has_timed_out = self.is_stopping = False
         self._asking: set[int] = set()  # ranks that wait for input
         self._debugged: set[int] = set()  # ranks that stand at a breakpoint
         self._asking_since = now
@@ -82,11 +82,6 @@ class Supervisor:
 
     def __repr__(self) -> str:
         return f"<Supervisor of {sorted(self.unfinished)}, failed {sorted(self.failed)}>"
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether the ranks are being interrupted."""
-        return self._is_stopping
 
     @property
     def holds_stop(self) -> bool:
@@ -154,7 +149,7 @@ class Supervisor:
 
     def record_stop(self, now: float) -> None:
         """Record that the ranks are interrupted: `Interrupter` aborts collectives from now on."""
-        self._is_stopping = True
+        self.is_stopping = True
         self._count_input(now)
         self._asking.clear()  # ranks get no input after Stop
         self._debugged.clear()
@@ -189,7 +184,7 @@ class Supervisor:
                 self._detector.record_request(now)
                 yield LOCATE
             elif now >= self._stop_at:
-                self.has_timed_out = self._is_stopping = True
+                self.has_timed_out = self.is_stopping = True
                 self._detector.poll_fast(now)
                 yield Decision.TIME_OUT
         # Act at once: survivors without a connection to the dead rank do not notice its death.
@@ -205,7 +200,7 @@ class Supervisor:
         # run the task, and that will probably join no collective.
         if len(self.unfinished) < self._rules.size:
             self._detector.poll_fast(now)
-        aborts = self._rules.aborts and not self._is_stopping
+        aborts = self._rules.aborts and not self.is_stopping
         # The process of a rank that is being ended may need long to exit: abort nothing until then.
         is_ending = not self._ended.isdisjoint(self.unfinished)
         if aborts and not is_ending and self._can_never_go_on(now):
@@ -233,7 +228,7 @@ class Supervisor:
         return self._rules.has_group and not self._waits_for_user
 
     def _seconds_left(self, now: float) -> float:
-        if self._rules.timeout is None or self._is_stopping:
+        if self._rules.timeout is None or self.is_stopping:
             return float("inf")
         # The timeout does not include the time in which a rank waits for the user.
         waited = self._input_seconds + (now - self._asking_since if self._waits_for_user else 0.0)

@@ -185,7 +185,7 @@ def outcome_of(
     try:
         check_end(pool, world, running)
     except (NbdistError, Interrupted) as error:
-        if running.patience.control_timeout is None:  # the cell is a job
+        if running.is_job:
             display.add_note(str(error), at_once=False)
             display.redraw_ended(running.transcript, pool.log_files())
         return error
@@ -230,7 +230,7 @@ def _attempt(
             machines = world.session.machines
             running = world.session.submit(task, patience, shipment.parcels)
             # A further attempt of a job does not become the newest cell: a later cell may be newer.
-            if patience.control_timeout is not None or not task.attempt.number:
+            if not (running.is_job and task.attempt.number):
                 pool.last = running
             pool.note_deaths(world, display, machines)
             history = pool.shell.history_manager
@@ -259,7 +259,6 @@ def follow_steps(
     the output, but only while a cell waits for the task.
     """
     is_here = True  # whether the notebook cell that runs now has sent the task
-    is_job = running.patience.control_timeout is None
     with redirect_stops(partial(world.session.count_stop, running.task)):
         following, longest = world.follow(running, answers=True), None
         try:
@@ -268,7 +267,7 @@ def follow_steps(
                     outputs = following.send(longest)
                 except StopIteration:
                     break
-                is_attended = bool(longest) or not is_job
+                is_attended = bool(longest) or not running.is_job
                 is_here = is_here and is_attended
                 with running.counting_stops():
                     if display:

@@ -33,7 +33,6 @@ from nbdist.world.workers import Workers
 
 if TYPE_CHECKING:
     from nbdist.output.events import Output
-    from nbdist.world.task_run import TaskRun
 
 
 ITEMS_FROM_WORLD = (
@@ -70,22 +69,16 @@ def receive_waiting(workers: Workers) -> None:
                 _handle_output(workers, rank, task_id, output)
             case message:
                 _advance_state(workers, message)
-                for run in _runs_of(workers):
+                for run in workers.known_runs:
                     run.handle_message(message, time.monotonic())
         link.arrived.popleft()
         if workers.link_or_none is not link:
             return
 
 
-def _runs_of(workers: Workers) -> list[TaskRun]:
-    """Return the tasks that messages can be about: those in progress, and the task sent last."""
-    last = workers.running
-    return [*workers.runs, *([last] if last is not None and last not in workers.runs else ())]
-
-
 def _advance_state(workers: Workers, message: messages.Up) -> None:
     """Change the state of the world if the agent aborts collectives."""
-    is_abort = isinstance(message, messages.Aborted) and bool(_runs_of(workers))
+    is_abort = isinstance(message, messages.Aborted) and bool(workers.known_runs)
     if isinstance(message, messages.Decided) and workers.find_run(message.task_id) is not None:
         is_abort = message.decision is messages.Decision.ABORT
     if is_abort:
@@ -97,7 +90,7 @@ def handle_agent_loss(workers: Workers, lost: AgentLost) -> None:
     workers.lost = lost
     if workers.widgets is not None:
         workers.widgets.end()
-    for run in _runs_of(workers):
+    for run in workers.known_runs:
         run.handle_agent_loss(lost)
     workers.advance(Event.AGENT_LOST)
     workers.close_link()

@@ -91,10 +91,9 @@ def follow(workers: Workers, running: TaskRun, *, answers: bool = False) -> Foll
             if is_stopped:
                 running.handled_stops = running.stops
                 number = running.stops - before
-                is_waited_for = running.patience.control_timeout is not None
-                if number == 1 or not (running.is_stopping and is_waited_for):
+                if number == 1 or running.is_job or not running.is_stopping:
                     interrupt(workers, running)
-                if number > 1 and is_waited_for:  # if not, Stop only interrupts again
+                if number > 1 and not running.is_job:  # Stop only interrupts a job again
                     running.give_up_at = 0.0
             if time.monotonic() >= running.give_up_at - SPARE_TIMEOUT:
                 _spare_ranks(workers, running)
@@ -105,22 +104,26 @@ def follow(workers: Workers, running: TaskRun, *, answers: bool = False) -> Foll
             tick = CELL_TICK if running.age > EAGER_SECONDS else EAGER_TICK
             tick = tick if longest is None else min(longest, tick)
             remaining = running.give_up_at - SPARE_TIMEOUT - now
-            inbox.receive(workers, max(0.0, min(tick, remaining)))
-            if running.patience.control_timeout is not None:  # jobs are followed in short steps
-                workers.step_others()
+            _receive_beside_others(workers, running, max(0.0, min(tick, remaining)))
         longest = yield running.pop_outputs()
         if not answers:
             workers.refuse_prompts(running)
     while _waits_to_restart(workers, running):
         with running.counting_stops():
-            inbox.receive(workers, CELL_TICK if longest is None else min(longest, CELL_TICK))
-            if running.patience.control_timeout is not None:
-                workers.step_others()
+            tick = CELL_TICK if longest is None else min(longest, CELL_TICK)
+            _receive_beside_others(workers, running, tick)
         longest = yield running.pop_outputs()
     while not (running.is_over or running.wants_control(before)):
         with running.counting_stops(raises=True):
             _complete(workers, running)
         yield running.pop_outputs()
+
+
+def _receive_beside_others(workers: Workers, running: TaskRun, timeout: float) -> None:
+    """Wait for messages, and show the output of jobs on other ranks while a cell runs."""
+    inbox.receive(workers, timeout)
+    if not running.is_job:  # jobs are followed in short steps
+        workers.step_others()
 
 
 def _waits_to_restart(workers: Workers, running: TaskRun) -> bool:

@@ -208,11 +208,9 @@ class Session(Workers):
         """
         if ranks is None or self.is_broken:
             ranks = self.everyone
-        runs = [*self.runs, self.running] if self.running else self.runs
-        for run in runs:
+        for run in self.known_runs:
             # A job has a caller that waits for the job's end, also after Stop.
-            is_job = run.patience.control_timeout is None
-            is_left = run.is_stopping and not run.is_over and not is_job
+            is_left = run.is_stopping and not run.is_over and not run.is_job
             if is_left and not (run.unfinished and {*run.unfinished}.isdisjoint(ranks)):
                 return run
         return None
@@ -284,7 +282,7 @@ class Session(Workers):
         if self.lost is not None:
             raise self.lost
         if busy is not None:
-            if busy.is_left or (busy.is_stopping and busy.patience.control_timeout is not None):
+            if busy.is_stopping and not busy.is_job:
                 raise busy.not_stopped
             raise errors.WorldBusy(busy.unfinished, busy.age)
         # After deaths, each task until the repair raises the same error with the present remedy.

@@ -112,9 +112,7 @@ class TaskRun:
         self.rules = members.rules(patience)
         self.aborted: dict[int, RankPosition] = {}
         self.places: dict[int, RankPosition] = {}
-        self.unwoken: dict[
-            int, RankPosition
-        ] = {}  # of ranks that were killed because no abort woke them
+        self.unwoken: dict[int, RankPosition] = {}  # of ranks killed because no abort woke them
         self.requested_at = 0.0  # monotonic seconds; answers to earlier requests are ignored
         self.moved: dict[int, events.TransferProgress] = {}
         self.usage: Mapping[int, Usage] = {}
@@ -166,6 +164,11 @@ class TaskRun:
         return cls(task_from(sent.run.task), patience, members, started=started, ended=sent.ended)
 
     # --- state ----------------------------------------------------------------------------
+
+    @property
+    def is_job(self) -> bool:
+        """Whether the task runs in the background: no cell waits for it to end after Stop."""
+        return self.patience.control_timeout is None
 
     @property
     def unfinished(self) -> tuple[int, ...]:
@@ -291,13 +294,11 @@ class TaskRun:
 
         That work then has little time (`recovery.HEAL_AFTER_STOP`).
         """
-        return (
-            self.is_interruptible and self.stops > 0 and self.patience.control_timeout is not None
-        )
+        return self.is_interruptible and self.stops > 0 and not self.is_job
 
     def wants_control(self, before: int) -> bool:
         """Return True if a cell waits and must end: Stop came twice since `stops` was `before`."""
-        return self.patience.control_timeout is not None and self.stops > before + 1
+        return not self.is_job and self.stops > before + 1
 
     def handle_message(
         self, message: Located | Aborted | Decided | UnresponsiveHosts | UsageReport, now: float

@@ -178,10 +178,15 @@ class Workers:
         """Whether the group must be formed again, for which no rank may run a task."""
         return self._state is WorldState.BROKEN
 
+    @property
+    def known_runs(self) -> list[TaskRun]:
+        """The tasks that messages can be about: those in progress, and the task sent last."""
+        last = self.running
+        return self.runs if last is None or last in self.runs else [*self.runs, last]
+
     def find_run(self, task_id: str) -> TaskRun | None:
         """Return the task with this id, if a rank has not finished it or it was sent last."""
-        known = [*self.runs, self.running] if self.running is not None else self.runs
-        return next((run for run in known if run and run.task.id == task_id), None)
+        return next((run for run in self.known_runs if run.task.id == task_id), None)
 
     def is_running(self, run: TaskRun) -> bool:
         """Whether this task of the present workers still runs on a rank."""
