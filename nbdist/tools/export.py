@@ -179,6 +179,13 @@ else:
     device = torch.device("cpu")"""
 """Code that defines the names that every worker defines for cells, such as `rank` and `device`."""
 
+# Without the barrier, a rank whose cells call no collective may end while gloo on a slow rank is
+# still connecting: `init_process_group` there fails with "Connection closed by peer".
+EPILOGUE = """\
+# A rank that ends while another rank still connects to it would break the start of that rank.
+dist.barrier()
+dist.destroy_process_group()"""
+
 CHOSEN = '"cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"'
 
 IMPORTS = "import os\nimport torch\nimport torch.distributed as dist"
@@ -273,7 +280,7 @@ class Composer:
         the script lacks.
         """
         chosen = f'"{backend}"' if backend else CHOSEN
-        begin, end = f"dist.init_process_group({chosen})", "dist.destroy_process_group()"
+        begin, end = f"dist.init_process_group({chosen})", EPILOGUE
         if backend == "none":
             begin = end = ""
         available = {*_PREDEFINED}

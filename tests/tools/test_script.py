@@ -33,7 +33,7 @@ from nbdist.tools.cell_code import (
     literal,
     names_read_at_once,
 )
-from nbdist.tools.export import Composer, ExportedScript
+from nbdist.tools.export import EPILOGUE, Composer, ExportedScript
 from nbdist.values.payload import Identity
 from nbdist.wire.work import CellCode, OpCall, Task, Work
 from nbdist.wire.work import Script as ScriptFile
@@ -104,7 +104,7 @@ class Lab:
         """Return the part of the script with its cells."""
         text = self.script().text
         start = text.index("# --- ")
-        return text[start:].removesuffix("\n\ndist.destroy_process_group()\n")
+        return text[start:].removesuffix(f"\n\n{EPILOGUE}\n")
 
 
 # --- the parts of a script --------------------------------------------------------------------
@@ -160,6 +160,8 @@ if rank == 1:
 # --- In [3] ---
 print(repr(x))
 
+# A rank that ends while another rank still connects to it would break the start of that rank.
+dist.barrier()
 dist.destroy_process_group()
 '''
 
@@ -237,7 +239,7 @@ def test_imports_stay_where_they_are() -> None:
     assert text.endswith(
         f"# --- In [4] ---\n# {future}: it stands at the top\n"
         "class Node:\n    parent: Node = None\n\n"
-        "# --- In [5] ---\npass; y: undefined = 1\n\ndist.destroy_process_group()\n"
+        f"# --- In [5] ---\npass; y: undefined = 1\n\n{EPILOGUE}\n"
     )
     assert lab.script().missing == ()
     compile(text, "train.py", "exec")
