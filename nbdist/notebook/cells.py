@@ -98,7 +98,7 @@ def prepare(
     cell ran and that cell took at least `LONG_CELL` seconds.
     """
     for_training = isinstance(work, CellCode) and names_training(work.text)
-    world = pool.ensure(options, display, ranks=options.ranks, for_training=for_training)
+    world = pool.ensure(options, display, for_training=for_training)
     last, page, pool.request = pool.last, page_of(pool.request), request_of(pool.shell)
     now = page_of(pool.request)
     is_long = last is not None and last.transcript.elapsed() >= LONG_CELL

@@ -163,20 +163,18 @@ class Pool:
         options: argparse.Namespace,
         display: CellDisplay,
         *,
-        ranks: str | None = None,
         for_training: bool = False,
     ) -> World:
         """Return the running world after `heal_world`; without workers, start a world.
 
-        `options` are those that the user has typed; a new world is started with them.  `ranks` is
-        the value of `-r`: this waits for jobs and stopped cells on these ranks, by default on any
-        rank.  With `for_training`, new workers import in advance what DDP, FSDP2 and optimizers
-        import.
+        `options` are those that the user has typed; a new world is started with them.  The pool
+        waits for jobs and stopped cells on the ranks of `-r`, by default on any rank.  With
+        `for_training`, new workers import in advance what DDP, FSDP2 and optimizers import.
 
         Raises:
             UsageError: the running world has other options.
         """
-        on = None
+        on, ranks = None, getattr(options, "ranks", None)  # not every magic has `-r`
         if ranks and self.world is not None and self._is_active():
             on = parse_ranks(ranks, self.world.size)
         if (world := self.heal_world(display, on)) is not None:
@@ -648,7 +646,8 @@ class Pools:
         self._pools = {DEFAULT_POOL: Pool(self, DEFAULT_POOL)}
 
     def __iter__(self) -> Iterator[Pool]:
-        yield from self._pools.values()
+        # A copy, because completion iterates on its own thread while a cell may make a pool.
+        yield from [*self._pools.values()]
 
     @property
     def default(self) -> Pool:

@@ -76,7 +76,7 @@ def _plotted(line: MagicCall) -> Iterator[None]:
             "`--plot`: logs are read while a cell is waited for: not with `--no-wait`. "
             "`track(loss=loss)` in the cell works there."
         )
-    line.pool.ensure(line.options, line.display, ranks=line.options.ranks)
+    line.pool.ensure(line.options, line.display)
     line.call("plot.begin", names=names)
     try:
         yield

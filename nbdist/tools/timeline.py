@@ -116,7 +116,7 @@ def _profiled(line: MagicCall) -> Iterator[None]:
     if line.options.no_wait:
         raise UsageError("`--profile`: the trace is written after the cell: not with `--no-wait`.")
     path = check_path(line.options.profile)
-    line.pool.ensure(line.options, line.display, ranks=line.options.ranks)
+    line.pool.ensure(line.options, line.display)
     line.display.show_status("starting torch's profiler …")
     line.call("timeline.begin_profile")
     origin = time.time_ns()

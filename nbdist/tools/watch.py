@@ -85,7 +85,7 @@ def _watched(line: MagicCall) -> Iterator[None]:
         raise UsageError(
             "`--watch`: name modules and optimizers, such as `--watch model,optimizer`."
         )
-    line.pool.ensure(options, line.display, ranks=options.ranks)
+    line.pool.ensure(options, line.display)
     exchange = uuid.uuid4().hex[:8], line.ranks, options.stop_on_difference
     every = options.every or DEFAULT_WATCH_STEPS
     refused = line.call("watch.begin", expressions=expressions, every=every, exchange=exchange)
