@@ -437,7 +437,7 @@ def notes_on(transcript: Transcript, table: NameTable) -> Iterator[str]:
     for file, ranks in changed.items():
         yield (
             f"{file} changed after {name_ranks(ranks)} imported it: "
-            "`%autoreload 2` under %%distributed, or `%dist_restart`"
+            "run `%distributed %autoreload 2` once, or `%dist_restart`"
         )
     for name in sorted(covered.keys() & (WORKERS_OWN | WORKERS_MODULES.keys())):
         if table.is_first_notice(f"{name} on the ranks"):

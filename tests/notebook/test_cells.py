@@ -77,7 +77,7 @@ def edit(file: Path, text: str, seconds: float) -> None:
 
 def test_a_note_names_ranks_with_an_outdated_module(two: Notebook, folder: Path) -> None:
     """The next cell shows the note once, even if the cell fails; not with `%autoreload 2`."""
-    told = "imported it: `%autoreload 2` under %%distributed, or `%dist_restart`"
+    told = "imported it: run `%distributed %autoreload 2` once, or `%dist_restart`"
     edit(folder / "my_train.py", "def steps():\n    return 'second, longer'\n", seconds=-30)
     edit(folder / "my_data.py", "kind = 'the second'\n", seconds=-30)
     shown = two.run("%%distributed\nmy_train.steps()").text
