@@ -226,6 +226,18 @@ async def test_a_start_fails_if_a_machine_does_not_answer(
     await pool.close()
 
 
+async def test_a_lost_machine_that_joins_again_has_its_number(tmp_path: Path) -> None:
+    """A machine that joins without a number gets the number that it had before it was lost."""
+    pool = new_pool(tmp_path)
+    for identity, name in ((b"1", "a"), (b"2", "b"), (b"3", "a"), (b"4", "c")):
+        facts = FACTS._replace(name=name, number=-1)
+        pool._handle_message(identity, HELLO._replace(facts=facts))
+        if identity == b"2":
+            pool.nodes[0].mark_lost("the connection to a was lost")
+    assert {node.name: node.number for node in pool.present_nodes} == {"a": 0, "b": 1, "c": 2}
+    await pool.close()
+
+
 # --- pauses, and connections that are lost --------------------------------------------------------
 
 LINK_TIMEOUT = 2
