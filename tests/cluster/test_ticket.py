@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from nbdist.cluster import ticket as tickets
@@ -15,6 +18,7 @@ from nbdist.cluster.ticket import BadTicket, HeadAddress, KeyPair, Ticket, place
 from nbdist.errors import UsageError
 from nbdist.terminal.__main__ import main
 from tests.cluster.test_client import full_port
+from tests.waiting import SOON
 
 
 def test_a_ticket_crosses_as_a_line() -> None:
@@ -151,6 +155,21 @@ def test_bad_input_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, 
     tickets.write_join_key(ticket("127.0.0.1", port=port))
     told = said(capsys, f"nowhere.invalid:{port}")
     assert told.startswith(f"nbdist: `nbdist join nowhere.invalid:{port}`: ")
+
+
+@pytest.mark.world
+def test_a_join_fails_with_its_agent(port: int) -> None:
+    """If a signal kills the process of the agent, `nbdist join` exits with code 1."""
+    tickets.write_join_key(ticket("127.0.0.1", port=port))
+    command = [sys.executable, "-m", "nbdist.terminal", "join", f"127.0.0.1:{port}"]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as joined:
+        try:
+            assert b"joins the world" in joined.stderr.readline()
+            (agent,) = psutil.Process(joined.pid).children()
+            agent.kill()
+            assert joined.wait(SOON) == 1
+        finally:
+            joined.kill()  # its agent ends with it
 
 
 def test_the_first_process_of_a_node_leads() -> None:
