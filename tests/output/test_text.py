@@ -148,6 +148,15 @@ def test_a_line_is_shown_once_it_is_complete() -> None:
     assert said == ["[0] \x1b[31mred\x1b[0m", "[0] \x1b[31mmore\x1b[0m"]
 
 
+def test_a_line_that_is_written_again_is_shown_again() -> None:
+    """If a program moves the cursor up and writes over a line, the new line is shown, too."""
+    lines = PlainLines([0])
+    assert list(lines.receive(0, out("step 1\nloss 5\n"), 0.0)) == ["[0] step 1", "[0] loss 5"]
+    again = "\x1b[2A\x1b[Kstep 2\n\x1b[Kloss 4\n"
+    assert list(lines.receive(0, out(again), 1.0)) == ["[0] step 2", "[0] loss 4"]
+    assert list(lines.finish(2.0)) == []
+
+
 @pytest.mark.parametrize("steps", [100, 30])
 def test_a_log_has_the_last_state_of_a_bar(steps: int) -> None:
     """A log has a single line for a progress bar, with its last state, however long the bar ran."""
