@@ -216,6 +216,29 @@ def test_last_panel_is_new(capsys: pytest.CaptureFixture[str], other: str, is_pa
     assert display._is_redrawn != is_new
 
 
+@pytest.mark.parametrize(
+    ("is_alone", "is_page", "texts"),
+    [
+        (True, True, ["now 3 workers"]),
+        (False, False, ["now 3 workers", ""]),  # and the display above is emptied
+        (False, True, []),  # a page has redrawn the display already
+    ],
+)
+def test_a_magic_ends_with_a_new_display(
+    capsys: pytest.CaptureFixture[str], *, is_alone: bool, is_page: bool, texts: list[str]
+) -> None:
+    """Clients that redraw no displays get the answer of a magic as a new display, once."""
+    OUTPUTS.number = 0
+    display = PanelDisplay(is_alone=is_alone, is_page=is_page)
+    display.show_status("starting a worker")
+    display.answer("now 3 workers")
+    assert [each["text/plain"].strip() for each in shown(capsys)][-1] == "now 3 workers"
+    display.close()
+    assert [each["text/plain"] for each in shown(capsys)] == texts
+    display.close()
+    assert shown(capsys) == []
+
+
 def test_a_cell_of_one_magic_is_recognized() -> None:
     """A cell is of one magic if all its output must come from that magic of nbdist."""
     assert all(map(is_of_magic, ("%%distributed\nx", "\n%%rank 0\nx", "%dist_run train.py")))
