@@ -402,8 +402,11 @@ async def test_a_thread_waits_until_the_agent_has_caught_up(agent: Agent) -> Non
 
 
 def test_a_forked_child_exits_at_the_cells_end(world: World) -> None:
-    """A child that a cell forks exits at the cell's end, and the next cell runs in the worker."""
+    """A child that a cell forks exits at the cell's end; the worker gives the result, and goes on.
+
+    The child is at the end of the cell before the worker is.
+    """
     forked = "import os\nbefore = os.getpid()\nchild = os.fork()\nif child: os.waitpid(child, 0)"
     for _ in range(3):
-        world.execute(forked)
+        assert list(world.execute(forked, fetch=("os.getpid() == before",))) == [True, True]
         assert world.gather("os.getpid() == before") == [True, True]
