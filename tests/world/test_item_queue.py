@@ -77,6 +77,17 @@ def test_each_item_is_done_once_whatever_ranks_do() -> None:
         assert all(value == index for index, value in queue.results.items())
 
 
+def test_an_item_with_which_two_ranks_died_is_given_up() -> None:
+    """An item goes to a second rank if the first rank died with it, and to no third rank."""
+    queue = make_queue(1, 3)
+    for rank in range(2):
+        reply = queue.answer(rank, ItemsWanted(1), 0.0)
+        assert [index for index, _ in reply.items] == [0]
+        queue.lose([rank])
+    assert queue.answer(2, ItemsWanted(1), 0.0).text is None
+    assert (queue.is_done, queue.gave_up) == (True, {0: 1})
+
+
 def test_a_rank_that_sends_early_keeps_its_other_items() -> None:
     """A rank with big results sends some before it has done all its items, and gets no more."""
     queue = make_queue(100, 1)
