@@ -245,6 +245,23 @@ def test_a_new_rank_lacks_names_that_tasks_bound(table: NameTable) -> None:
     assert table.lacking_text([0]) == "net, a, model and x"
 
 
+def test_a_new_rank_lacks_what_came_with_the_task_in_which_it_died(table: NameTable) -> None:
+    """A name that came with that task is lost only if other ranks have changed its object."""
+    table.namespace["x"] = [1]
+    tokens = {"model": (..., 1), "x": (..., 2)}
+    records = {
+        name: Sent(1, Identity(table.namespace[name]), token=token)
+        for name, token in tokens.items()
+    }
+    table.record_sent(records)
+    states = {1: ObjectState({}), 2: ObjectState({})}
+    table.record_finished(0, Done("ok", 0.0), Parcel(records, states))
+    table.record_replaced([1], brought={0: records, 1: records})
+    table.objects.record_changed({1: frozenset({"a"})})
+    table.record_lost([1])
+    assert [table.is_missing(name, 1) for name in tokens] == [True, False]
+
+
 def test_lost_imports_are_returned_once(table: NameTable) -> None:
     """A replaced rank's imports are returned once; an import that a cell has bound anew is lost."""
     bind(table, 1, "made", "hidden", np="numpy", time="time", hides="numpy")
