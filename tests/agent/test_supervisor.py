@@ -18,8 +18,9 @@ from nbdist.agent.hang_detector import (
 from nbdist.agent.supervisor import LOCATE, Supervision, Supervisor
 from nbdist.config import HANG_TIMEOUT
 from nbdist.output.events import Died, Done, Failure, InputRequest
-from nbdist.wire.messages import Decided, Decision, Interrupt, Located, Rules, RunTask, Up
+from nbdist.wire.messages import Decided, Decision, Down, Interrupt, Located, Rules, RunTask, Up
 from nbdist.wire.places import LOCATED_TIMEOUT, RankPosition
+from tests.waiting import until
 
 WAITS = RankPosition(line=1, operation="barrier", is_calm=True)
 OK = Done("ok", 0.1)
@@ -144,6 +145,20 @@ async def test_a_stop_that_crosses_a_timeout_is_no_second_stop() -> None:
     assert supervision.is_repeated(Interrupt((0,)))
     assert not supervision.is_repeated(Interrupt((0,), 2))
     assert not supervision.is_repeated(Interrupt((5,)))
+    supervision.close()
+
+
+@pytest.mark.parametrize("holds_stop", [False, True])
+async def test_a_timeout_interrupts_the_ranks_that_still_run(*, holds_stop: bool) -> None:
+    """A timeout interrupts ranks that have not finished, unless their task holds the first Stop."""
+    has_decided, carried_out = asyncio.Event(), list[Down]()
+    supervision = Supervision(carried_out.append, lambda _: has_decided.set())
+    rules = Rules(3, timeout=0.0, holds_stop=holds_stop)
+    supervision.receive(RunTask("id", (0, 1, 2), b"", rules=rules))
+    supervision.observe(2, "id", OK)
+    await until(has_decided.is_set)
+    interrupts = [each for each in carried_out if isinstance(each, Interrupt)]
+    assert interrupts == ([] if holds_stop else [Interrupt((0, 1))])
     supervision.close()
 
 
