@@ -13,17 +13,21 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import zmq
 
 from nbdist import __version__
 from nbdist.agent.notebook_link import NotebookLink, Serving
 from nbdist.config import WorldConfig
+from nbdist.output.events import Died
+from nbdist.system.folders import NOTEBOOK_SOCKET
 from nbdist.wire import messages
+from nbdist.wire.frames import pack
 from nbdist.wire.messages import AgentReply, AgentRequest, GetStatus, Kill
 from nbdist.wire.queries import Attach, AttachRefused
 from nbdist.world.agent_link import Link
 from tests.agent.sources import worker_start
 from tests.traces import command_line
-from tests.waiting import SOON, wait_until
+from tests.waiting import SOON, until, wait_until
 
 NOTEBOOK = """
 import nbdist, os, sys
@@ -131,6 +135,21 @@ async def test_a_notebook_of_another_version_is_refused(runtime: Path) -> None:
     refused = await link.attach(Attach("0.0", 1, "notebook-1.sock"))
     assert refused == AttachRefused(f"it is of nbdist {__version__}, and this is 0.0")
     await link.close()
+
+
+async def test_a_death_that_the_link_observes_releases_the_survivors(runtime: Path) -> None:
+    """As soon as the link observes the death of a rank, the agent aborts collectives."""
+    carried_out = list[messages.Down]()
+    link = NotebookLink(runtime, os.getpid(), SimpleNamespace(pid=1), carried_out.append, print)
+    notebook: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    with notebook:
+        notebook.bind(f"ipc://{runtime}/{NOTEBOOK_SOCKET}")
+        run = messages.RunTask("id", (0, 1, 2), b"", rules=messages.Rules(3, "gloo"))
+        notebook.send(pack(run))
+        await until(lambda: carried_out == [run])
+        link.observe(2, "id", Died(-9, 1))
+        await until(lambda: messages.AbortRanks((0, 1, 2)) in carried_out)
+        await link.close()
 
 
 async def test_calls_are_answered_in_turn_beside_other_work() -> None:
