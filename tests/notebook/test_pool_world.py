@@ -73,6 +73,21 @@ def test_calls_wait_for_the_job(two: Notebook) -> None:
     assert two.value("world.gather(\"'never' in globals()\")") == [False, False]
 
 
+def test_a_call_replaces_a_dead_worker_with_a_line(two: Notebook) -> None:
+    """A call replaces a worker that has died, and lines below the call's cell say so."""
+    two.run(WORLD)
+    cell = """
+import os, signal, time
+os.kill(world.pids[1], signal.SIGKILL)
+while not any("Died" in repr(news) for news in [*world.session.link.arrived]): time.sleep(0.01)
+print(world.gather("rank"))
+"""
+    ran = two.run(cell)
+    assert ran.streams == ["[0, 1]\n"]
+    assert "rank 1 was killed by SIGKILL while no cell was running" in ran.texts[-1]
+    assert "rank 1 was restarted and its variables" in ran.texts[-1]
+
+
 def test_the_world_has_the_new_workers_after_a_restart(two: Notebook) -> None:
     """A kept world follows restarts and shutdowns, and has their effects; `with` ends no workers.
 
