@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import FrameType
 
 import pytest
 
@@ -20,9 +21,11 @@ from nbdist.agent.interrupts import (
     is_stuck,
     may_wait_in_store,
 )
+from nbdist.output.events import IGNORES_STOP, Text
 from nbdist.wire.places import RankPosition
 from tests.agent.sources import Source
 from tests.agent.test_worker import Watched
+from tests.waiting import until
 
 LONG = 60.0
 IN_PYTHON = RankPosition(line=3)
@@ -148,3 +151,43 @@ async def test_stop_ends_though_its_rank_is_renumbered(watched: Watched) -> None
     assert stopping.is_stopping([watched.worker])
     await asyncio.gather(*running)
     assert not stopping.is_stopping([watched.worker])
+
+
+STUCK_AND_ANSWERS_LATE = """
+import ctypes, time
+from nbdist.worker.group import user_stores
+user_stores.end_wait = lambda frame: time.sleep(0.4)
+lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+print("begun", flush=True)
+lock(mutex), lock(mutex)
+"""
+"""Waits for ever, in C code, for a mutex that the rank has locked itself."""
+
+
+@pytest.mark.world
+async def test_a_rank_that_is_spared_while_it_is_asked_lives_on(watched: Watched) -> None:
+    """A stuck rank, spared while the agent waits for its answer, is killed only by another Stop."""
+    stopping = Interrupter(abort_nothing, lambda places: None)
+    watched.begin(STUCK_AND_ANSWERS_LATE)
+    await until(lambda: any(isinstance(output, Text) for _, output in watched.shown))
+    watch, abort = stopping.interrupt([watched.worker])
+    frame: FrameType = watch.cr_frame  # type: ignore[attr-defined]
+    running = [*map(asyncio.ensure_future, (watch, abort))]
+
+    def sight() -> InterruptedRank:
+        """Return the state of the rank, by which the agent decides after the rank's answer."""
+        known: InterruptedRank = frame.f_locals.get("sight", WAITED_FOR[0])
+        return known
+
+    async def decision() -> None:
+        before = sight()
+        await until(lambda: running[0].done() or sight() is not before)
+
+    await until(lambda: sight().is_asleep and sight().own_seconds >= C_GRACE)
+    stopping.spare([watched.worker])
+    await decision()
+    await decision()  # by then a killed rank would have ended
+    assert stopping.is_stopping([watched.worker])
+    assert not [*stopping.interrupt([watched.worker])]
+    await asyncio.gather(*running)
+    assert (await watched.dies()).why == IGNORES_STOP
