@@ -146,7 +146,8 @@ class Check:
 class StartDebugger(NamedTuple):
     """Start the rank's debugger, and listen for the agent's connection on a Unix socket.
 
-    The path of the socket is `debugger_socket`.  Answered by `Failed` if debugpy is not installed.
+    The path of the socket is `debugger_socket`.  Answered by `Failed` if debugpy is not installed,
+    if user code has started debugpy, or if the last session has not ended in time.
     """
 
     debugger_socket: str
@@ -184,7 +185,7 @@ class HoldSteps(NamedTuple):
 
 
 class StopAtStep(NamedTuple):
-    """Let a held task go on until `step` begins, which then raises KeyboardInterrupt."""
+    """Let a held task go on until `step` begins, and raise KeyboardInterrupt in the task there."""
 
     task_id: str
     step: int
@@ -193,7 +194,8 @@ class StopAtStep(NamedTuple):
 class ReleaseSteps(NamedTuple):
     """Cancel `HoldSteps` and `StopAtStep`, so that the task goes on past every step.
 
-    In the answer, a `StepCount`, `has_stopped` is True if `StopAtStep` had stopped the task before.
+    Answered by a `StepCount`, whose `has_stopped` is True if `StopAtStep` had already stopped the
+    task.
     """
 
     task_id: str
@@ -203,7 +205,7 @@ class Regroup(NamedTuple):
     """Reconnect the world's group and the groups in `members`, which keep their sizes.
 
     `members` has, by name, the ranks of each group that any survivor has, except the world's own.
-    After that the worker adopts the environment variables in `environ`.
+    Once the groups are connected, the worker adopts the environment variables in `environ`.
     """
 
     generation: int
@@ -216,7 +218,7 @@ class Resize(NamedTuple):
     """Form a group of another size for the world, in which the worker becomes this `rank`.
 
     The worker first waits until the new workers, with the ranks `newcomers`, have come to the
-    store.  After forming the group it adopts the environment variables in `environ`.
+    store.  Once the group is formed, the worker adopts the environment variables in `environ`.
     """
 
     generation: int
@@ -251,7 +253,7 @@ ControlRequest = (
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """The place of the main thread and its calls, the innermost first."""
+    """The place of the main thread, and the calls of its stack, the innermost first."""
 
     place: RankPosition
     frames: tuple[StackFrame, ...]
@@ -288,7 +290,7 @@ class HeldGroups:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request failed.
+    """The answer to a request that failed; `error` says why.
 
     If `unfit` is True, the cause seems to be this worker, and not the connection to other ranks.
     """
@@ -324,6 +326,6 @@ class ControlReplyTo(NamedTuple):
 
 
 def answer_from(frame: bytes) -> ControlReplyTo:
-    """Unpack a worker's answer; raises BadFrame if the frame is no such answer."""
+    """Return a worker's answer from its frame; raises BadFrame if the frame is no such answer."""
     answered: ControlReplyTo = object_from(frame, ControlReplyTo)
     return answered

@@ -44,8 +44,9 @@ def object_from(frame: bytes, kind: Any, *parts: type) -> Any:
     """Unpickle an object of the type `kind`, a class or a union; raises BadFrame for other frames.
 
     Besides plain Python objects, the frame may only have dataclasses and named tuples that occur in
-    `kind`, in `parts`, or in annotations of their fields.  So unpickling runs no other code.  The
-    object is checked against `kind` and the annotations of its fields, except for fields of Any.
+    `kind`, in `parts`, or in annotations of their fields.  So unpickling runs no code but that of
+    these classes.  The object is checked against `kind` and the annotations of its fields; a field
+    whose annotation is Any may have any value.
     """
     try:
         value = _FrameUnpickler(frame, _classes_by_name(kind, *parts)).load()
@@ -74,7 +75,10 @@ def _is_record(kind: Any) -> bool:
 
 @cache
 def _parts_of(kind: Any) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
-    """Return a type's origin and arguments, and by name the annotations of a record's fields."""
+    """Return a type's origin and arguments, and the annotations of its fields by name.
+
+    Only dataclasses and named tuples have fields.
+    """
     hints: dict[str, Any] = {}
     if _is_record(kind):
         all_hints = get_type_hints(kind)
@@ -121,7 +125,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a value for JSON: dataclasses and named tuples as mappings, other tuples as lists."""
+    """Return a value for JSON: dataclasses and named tuples as dicts, and other tuples as lists."""
     kind: Any = type(value)
     if _is_record(kind):
         return {name: to_plain(getattr(value, name)) for name in _parts_of(kind)[2]}

@@ -20,16 +20,17 @@ the beginning of the name of a folder with the files of one start of the workers
 BLOCK, PAGE, LONGEST = 1 << 16, 1 << 20, 1 << 14
 """Numbers of bytes.
 
-A log is read in blocks of BLOCK bytes.  A `LogTail` ends after PAGE bytes of lines.  Of the part of
-a line in a block, at most LONGEST bytes are kept until the block before it is read."""
+A log is read backwards, in blocks of BLOCK bytes.  A `LogTail` gets no further lines once it has
+more than PAGE bytes.  If a line begins in an earlier block, at most the last LONGEST bytes of the
+part that was read are kept until the earlier block is read."""
 
 
 class GetLogs(NamedTuple):
     """Read the last `most` lines of these ranks' logs; answered by a tuple of `LogTail`.
 
-    Fewer lines are read if they have more than `PAGE` bytes together.  `attempt` is the number of a
-    start of the workers, None for the present start.  `end` is None, or the `start` of an earlier
-    `LogTail`: then the lines before that `LogTail` are read.
+    Fewer lines are read if the lines have more than `PAGE` bytes together.  `attempt` is the number
+    of a start of the workers, or None for the present start.  If `end` is the `start` of an earlier
+    `LogTail`, the lines before that `LogTail` are read.
     """
 
     ranks: tuple[int, ...]
@@ -62,7 +63,10 @@ CUT_MARK = "cut"
 
 
 def read_logs(folders_of: Mapping[int, Path | None], get: GetLogs) -> tuple[LogTail, ...]:
-    """Read the requested logs; `folders_of` has the ranks, each with its log folder or None."""
+    """Return the last lines of the requested logs, except logs of ranks that `folders_of` lacks.
+
+    `folders_of` has the log folder of each rank, None for a rank without log files.
+    """
     tails = []
     for rank, stream in product([rank for rank in get.ranks if rank in folders_of], get.streams):
         if (folder := folders_of[rank]) is None:
@@ -84,10 +88,10 @@ def read_logs(folders_of: Mapping[int, Path | None], get: GetLogs) -> tuple[LogT
 
 
 def last_lines(file: Path, limit: int, end: int | None = None) -> tuple[list[str], int]:
-    """Return the last lines of a log before `end`, and the place where the first of them begins.
+    """Return at most `limit` last lines of a log before `end`, and where the first line begins.
 
-    The log consists of the earlier file, if any, and `file`.  `end` and the returned place are
-    numbers of bytes from the beginning of the earlier file.
+    The log consists of the earlier file (`earlier_file`), if there is one, and of `file`.  `end`
+    and the returned place are numbers of bytes from the beginning of the log.
     """
     earlier = earlier_file(file)
     moved = earlier.stat().st_size if earlier.exists() else 0
@@ -108,8 +112,9 @@ def last_lines(file: Path, limit: int, end: int | None = None) -> tuple[list[str
 def _backwards(file: Path, end: int | None) -> Iterator[tuple[int, bytes]]:
     """Yield the offset and bytes of each line before `end`, from the last to the first.
 
-    The file is read in blocks.  If a line begins before a block, only the last `LONGEST` bytes of
-    its part in the block are kept, so that a file without newlines does not fill the memory.
+    The file is read in blocks, from the last to the first.  If a line begins before a block, only
+    the last `LONGEST` bytes that were read of the line are kept, so that a file without newlines
+    does not fill the memory.
     """
     with suppress(FileNotFoundError), file.open("rb") as opened:
         position = opened.seek(0, os.SEEK_END)

@@ -63,7 +63,10 @@ class StartWorld(NamedTuple):
 
 
 class StopWorld(NamedTuple):
-    """End all workers: idle workers have `grace` seconds to exit, all others are killed at once."""
+    """End all workers: idle workers have `grace` seconds to exit, all others are killed at once.
+
+    Answered by None once all workers have ended.
+    """
 
     grace: float
 
@@ -88,7 +91,7 @@ class GetStacks(NamedTuple):
 
 
 class GetSecrets(NamedTuple):
-    """Ask which values in the ranks' environments are secrets; answered by `RankSecrets` tuples."""
+    """Ask for the secrets in the ranks' environments; answered by a tuple of `RankSecrets`."""
 
     ranks: tuple[int, ...]
 
@@ -103,8 +106,8 @@ class RankSecrets(NamedTuple):
 class Consult(NamedTuple):
     """Ask an idle rank among `ranks` a front end's question; answered by that rank's answer.
 
-    Each agent asks at most two of its idle ranks, one after the other.  The answer is None if no
-    rank is idle, or if no asked rank answers in time.
+    An agent asks at most two of its idle ranks, the second one only if the first does not answer
+    in time.  The answer is None if no rank is idle, or if none answers in time.
     """
 
     ranks: tuple[int, ...]
@@ -128,16 +131,20 @@ class Scale(NamedTuple):
 
 
 class Kill(NamedTuple):
-    """Kill the live processes of some ranks; a `Died` with the reason `why` follows for each."""
+    """Kill the live processes of some ranks; answered by None.
+
+    A `Died` with the reason `why` follows for each killed rank.
+    """
 
     ranks: tuple[int, ...]
     why: str = ""
 
 
 class SpareRanks(NamedTuple):
-    """Spare ranks that ignore Stop: the agent kills them only if Stop is pressed again.
+    """Spare ranks that ignore Stop: the agent kills these ranks only if Stop is pressed again.
 
-    Answered by a tuple of the spared ranks: those that are alive and are not being killed already.
+    Answered by a tuple of the spared ranks: all of `ranks` that are alive and are not being killed
+    already.
     """
 
     ranks: tuple[int, ...]
@@ -177,7 +184,7 @@ class PutCode(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grow:
-    """Let the head add ranks on machines that have joined; answered by `Healed`."""
+    """Let the head add ranks on machines that have joined the world; answered by `Healed`."""
 
 
 OfEachRank = GetStacks | GetSecrets | GetLogs
@@ -192,10 +199,11 @@ RequestBody = ReadRequest | Change | GetCode | PutCode
 class WorldStarted:
     """All ranks are running, and share a group unless the world has no backend.
 
-    The mappings are by rank.  `logs` has the paths of log folders, "" for none.  `missing` has
-    sentences for the user: on each name of torch or IPython that nbdist needs and that the workers'
-    version lacks, and on machines that have not come.  `hosts` is empty on a single machine.
-    `spec` describes the world as started; it is None in the answer to a `StartPart`.
+    The mappings are by rank.  `logs` has the paths of log folders, "" for a rank without a folder.
+    `missing` has sentences for the user: one for each name that nbdist needs and that the workers'
+    torch or IPython lacks, and one about machines that have not come.  `hosts` is empty if no head
+    manages the workers.  `spec` describes the world that was started; it is None in the answer to a
+    `StartPart`.
     """
 
     pids: Mapping[int, int]
@@ -207,7 +215,11 @@ class WorldStarted:
 
 @dataclass(frozen=True, slots=True)
 class StartFailure:
-    """A rank could not start, or an agent if `rank` is None; all other workers have been ended."""
+    """A rank could not start, or, if `rank` is None, an agent; all other workers have been ended.
+
+    `command` is the command line of the process, or "", and `last_lines` has the last lines of its
+    output; both are for the error message.
+    """
 
     rank: int | None
     host: str
@@ -220,10 +232,10 @@ class StartFailure:
 class Healed:
     """The answer to `Heal`, `Scale` and `Grow`: the world after its group was formed again.
 
-    `problem` says why not all ranks share the group, "" if all do.  `not_scaled` says why the
-    number of ranks was not changed, "" if it was or if no change was requested.  `rejoin_hint`
-    tells the user how lost machines can join again.  `spec` describes the world as it is now;
-    `pids`, `logs` and `hosts` are by rank, as in `WorldStarted`.
+    `problem` says why not all ranks share the group, or is "" if all share it.  `not_scaled` says
+    why the number of ranks was not changed, or is "" if the number was changed or if no change was
+    requested.  `rejoin_hint` tells the user how lost machines can join again.  `spec` describes the
+    world as it is now; `pids`, `logs` and `hosts` are by rank, as in `WorldStarted`.
     """
 
     pids: Mapping[int, int]
@@ -251,7 +263,7 @@ class CodeHeld:
 
 
 Reply = Any
-"""The answer to a request; the docstring of the request's class says which type it has."""
+"""The answer to a request; the docstring of the request's class says which type the answer has."""
 
 
 # --- messages in both directions ------------------------------------------------------------
@@ -274,8 +286,8 @@ class Rules(NamedTuple):
     """How the agent or head supervises a task: facts about the world, and options of the user.
 
     `size` is the number of ranks of the world; `backend` is "none" without a process group.  If
-    `heals` is True, ranks that die are replaced after the task.  If not, a death makes the agent
-    end all ranks that have not finished the task.  All further fields are as in `Patience`.
+    `heals` is True, ranks that die are replaced after the task.  If `heals` is False, a death makes
+    the agent end all ranks that have not finished the task.  All other fields are as in `Patience`.
     """
 
     size: int
@@ -311,10 +323,10 @@ class RunTask(NamedTuple):
 
 
 class RequestLocations(NamedTuple):
-    """Notebook to agent: find out where these ranks are; answered by a `Located`.
+    """Notebook to agent: find out where in its code each of these ranks is; answered by `Located`.
 
-    `asked` is the time of the request.  The answer repeats it, so that the notebook can tell the
-    answer from the answer to an earlier request.
+    `asked` is the time of the request.  The answer repeats this time, so that the notebook can tell
+    the answer from the answer to an earlier request.
     """
 
     ranks: tuple[int, ...]
@@ -330,8 +342,8 @@ class AbortRanks(NamedTuple):
 class Interrupt(NamedTuple):
     """Notebook to agent: interrupt the tasks of these ranks (`nbdist.agent.interrupts`).
 
-    `number` is 1 for the first interrupt of the task.  The notebook counts its own interrupts, and
-    a timeout of which the agent has informed it.
+    `number` is 1 for the first interrupt of the task.  A timeout of the task, after which the agent
+    interrupts the ranks itself, counts too if the agent has told the notebook about the timeout.
     """
 
     ranks: tuple[int, ...]
@@ -363,7 +375,7 @@ class ToWidget(NamedTuple):
 
 
 class OpenDebugger(NamedTuple):
-    """Notebook to agent: let the rank start its debugger, and connect to it.
+    """Notebook to agent: let the rank start its debugger, and connect to the debugger.
 
     `session` is a number that the notebook has not used before.  Messages of this session that the
     rank's debugger writes come as `FromDebugger`, and so does the end of the session.  An earlier
@@ -383,7 +395,7 @@ class ToDebugger(NamedTuple):
 
 
 class CloseDebuggers(NamedTuple):
-    """Notebook to agent: end the debuggers of these ranks, so that what they hold up goes on."""
+    """Notebook to agent: end the debuggers of these ranks, so that stopped code goes on."""
 
     ranks: tuple[int, ...]
 
@@ -391,8 +403,8 @@ class CloseDebuggers(NamedTuple):
 class HandoverState(NamedTuple):
     """Notebook to agent: keep these fields for the next notebook that attaches to the world.
 
-    `patience` is that of the last task, or the world's own.  `setup` has the `--setup`
-    cells, each with the text by which the notebook knows the cell.
+    `patience` is the `Patience` of the last task, or of the world's options.  `setup` has the
+    `--setup` cells, each with the text by which the notebook knows the cell.
     """
 
     config: WorldConfig = WorldConfig()
@@ -419,10 +431,11 @@ class Hello(NamedTuple):
 
 
 class AttachedTask(NamedTuple):
-    """A task in `Attached`: a rank has not finished it, or not all its outputs are acknowledged.
+    """A task in `Attached` that a rank has not finished, or whose outputs wait for acknowledgement.
 
-    `started` is when the agent received the task, on the monotonic clock, and `started_ns` the same
-    in nanoseconds since 1970.  `ended` has by rank when the rank finished, on the monotonic clock.
+    `started` is the time when the agent received the task, on the monotonic clock, and `started_ns`
+    the same time in nanoseconds since 1970.  `ended` has, for each rank that has finished the task,
+    the time when the rank finished, on the monotonic clock.
     """
 
     run: RunTask
@@ -470,7 +483,7 @@ class AgentReply(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """Agent to notebook: how many workers have started; a head adds a `text` on its machines."""
+    """Agent to notebook: how many workers have started; a head adds a `text` about its machines."""
 
     up: int
     text: str = ""
@@ -488,7 +501,8 @@ class FromDebugger(NamedTuple):
     """Agent to notebook: a message that the debugger of a rank has written.
 
     `is_stopped` is True while a thread of the rank stands at a breakpoint or after a step.
-    `text` is "" if the session has ended; then `problem` says why it could not begin, "" if it did.
+    `text` is "" if the session has ended.  Then `problem` says why the session could not begin, or
+    is "" if the session had begun.
     """
 
     rank: int
@@ -507,7 +521,7 @@ class UsageReport:
 
 @dataclass(frozen=True, slots=True)
 class NodeJoined:
-    """Head to notebook: this machine has joined, so `Grow` could add ranks."""
+    """Head to notebook: this machine has joined the world, so `Grow` can add ranks there."""
 
     host: str
 
@@ -525,7 +539,10 @@ class UnresponsiveHosts:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """Agent to notebook: Stop makes the agent abort the collectives in which these ranks wait."""
+    """Agent to notebook: because of Stop, the agent aborts the collectives in which ranks wait.
+
+    `places` has the places of these ranks.
+    """
 
     places: Mapping[int, RankPosition]
 

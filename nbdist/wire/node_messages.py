@@ -44,7 +44,7 @@ class LiveRanks(NamedTuple):
 
 
 class Formed(NamedTuple):
-    """A machine's ranks after a `Form`: process id and log folder by rank, and which are `alive`.
+    """A machine's ranks after a `Form`: process ids and log folders by rank, and the live ranks.
 
     `problem` says why the ranks of the machine did not form the group, "" if they formed the group.
     """
@@ -68,7 +68,8 @@ class NodeFacts(NamedTuple):
 
     name: str
     number: int  # the node's number, by which nodes are ordered; -1 if the launcher gave none
-    address: str  # from which the agent reached the head; other machines connect to it
+    # The address from which the agent reached the head; other machines connect to this address.
+    address: str
     port: int  # a port that the agent has reserved, and on which nothing listens
     cores: int
     gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them
@@ -101,8 +102,8 @@ R = TypeVar("R")
 class PartRequest(Generic[R]):
     """A request to the agent of one machine of a world; answered by an `R`.
 
-    If the head has lost the machine, or waits too long for the answer, it calls `lost_answer` for
-    an answer in place of the agent's.
+    If the head has lost the machine, or has waited for `timeout` seconds, the answer is the result
+    of `lost_answer`.
     """
 
     __slots__ = ()
@@ -160,10 +161,10 @@ class LocateRanks(PartRequest[Mapping[int, RankPosition]]):
 
 @dataclass(frozen=True, slots=True)
 class HoldRanks(PartRequest[Mapping[int, StepCount | None]]):
-    """Hold ranks at the beginning of their next optimizer step; answered by step counts.
+    """Hold ranks at the beginning of their next optimizer step; answered by step counts, by rank.
 
-    The answer also has the machine's ranks that have finished the same task.  A rank that has
-    failed or does not answer has None.
+    The answer also has the machine's ranks that have finished the same task.  It has None for a
+    rank that has failed or died, waits for input, or does not answer.
     """
 
     ranks: tuple[int, ...]
@@ -279,7 +280,8 @@ class CopySegments(PartRequest[str]):
     """Copy segments of shared memory from the head's machine to the agent's machine.
 
     The agent sends a `Fetch` for each piece.  Answered by the reason if the machine has too little
-    shared memory, "" in all other cases.  The timeout is long because a network may be slow.
+    shared memory, and by "" in all other cases, even if a segment was not copied.  The timeout is
+    long because a network may be slow.
     """
 
     refs: tuple[SegmentRef, ...]
