@@ -52,7 +52,8 @@ class NameMemory:
 class Peak(NamedTuple):
     """The most bytes that were in use at a time while the last cell ran.
 
-    If `is_bound` is True, the cell may have used fewer: `size` was perhaps reached before the cell.
+    If `is_bound` is True, the cell may have used fewer bytes, because `size` was perhaps reached
+    before the cell ran.
     """
 
     size: int
@@ -82,10 +83,10 @@ class Memory(NamedTuple):
     limit: MemoryLimit | None
     gpu: GpuMemory | None
     held: tuple[NameMemory, ...]  # the largest tensors and arrays in variables
-    tensors: int  # bytes of all tensors and arrays in variables, in `held` or not
+    tensors: int  # bytes of all tensors and arrays in variables, also of smaller ones
     # The largest tensors and arrays that only the last traceback or `Out` holds, and no variable.
     kept: tuple[NameMemory, ...]
-    kept_size: int  # bytes of all such tensors and arrays, in `kept` or not
+    kept_size: int  # bytes of all such tensors and arrays, also of smaller ones
     is_whole: bool = True  # False if the search ended before everything was searched
 
 
@@ -118,7 +119,7 @@ class RankTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TracePart:
-    """A rank's part of a profile; or, if it is too large to return, the `problem`.
+    """A rank's part of a profile; if the part is too large to return, only the `problem` is set.
 
     `events` has the first `count` events as JSON, separated by commas and compressed.  `size` is
     the number of bytes before compression, and `dropped` the number of events that were left out.
@@ -182,9 +183,10 @@ class Inspected:
 class Brought(NamedTuple):
     """A rank's values of some expressions, pickled together in `packed`.
 
-    `packed` is None if the value of the expression `of` cannot be sent: `missing` is an undefined
-    name in the expression, or `problem` is another reason.  `packed` is also None if the values
-    have DTensors, which are listed in `spread`: the ranks must first put their parts together.
+    `packed` is None if the value of the expression `of` cannot be sent.  Then `missing` is an
+    undefined name in the expression, or `problem` is another reason.  `packed` is also None if the
+    values have DTensors, which are listed in `spread`: the ranks must first put the parts of these
+    DTensors together.
     """
 
     of: str = ""
@@ -211,7 +213,7 @@ class ValueDigest:
 
 
 class Looked(NamedTuple):
-    """The digests of the parts of a rank's value, by path; or why there are none.
+    """The digests of the parts of a rank's value, by path; or why the value has no digests.
 
     `missing` is an undefined name in the expression, and `problem` any other reason.
     """
@@ -222,7 +224,7 @@ class Looked(NamedTuple):
 
 
 class Distance(NamedTuple):
-    """How two tensors differ: in `differing` elements, which are at most `most` apart.
+    """How two tensors differ: the number of `differing` elements, and their largest distance.
 
     `odd` is the number of differing elements whose distance is NaN or infinite; `most` is the
     largest distance of all other elements.
@@ -242,7 +244,7 @@ class Input(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Facts on a rank after a step, which may differ between ranks before their parameters differ.
+    """Facts on a rank after a step; they may differ between ranks earlier than parameters do.
 
     `generators` has digests of random states, `ran` the modules whose forward ran in the step.
     `collectives` is the number of gloo's collectives that the rank has begun so far.
@@ -255,10 +257,10 @@ class Facts(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """The record of a rank about a watch (`--watch`).
+    """A rank's record of a watch (`--watch`), which compares values of ranks after steps of a cell.
 
-    `parts` has the digests of the watched values, by expression and path: after step `found`, or at
-    the end of the watch if no difference was found.
+    `parts` has the digests of the watched values, by expression and path, as they were after the
+    step `found`, or at the end of the watch if no difference was found.
     """
 
     steps: int  # how many steps the cell has made
@@ -294,8 +296,8 @@ class Mesh:
         """Return the mesh for a world that had `before` ranks and has `after` ranks now.
 
         If the world's size has changed, only the mesh's first dimension changes.  Returns None if
-        that is impossible: the mesh must have all ranks in order, and the product of its other
-        dimensions must divide `after`.
+        this is impossible, because the mesh does not have all ranks in order, or because the
+        product of its other dimensions does not divide `after`.
         """
         if before == after:
             return self

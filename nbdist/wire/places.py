@@ -54,14 +54,14 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class RankPosition:
-    """The line of its cell or script that a rank is in, and facts that show if the rank can go on.
+    """The line of the cell or script that a rank is in, and facts that show if the rank can go on.
 
     The worker's control thread makes this record; the agent makes it if the worker is stopped or
     does not answer.
     """
 
     line: int = 0  # the line in the cell, in a called function or in the script; 0 if unknown
-    operation: str = ""  # the collective or other call in which it waits for other ranks, or ""
+    operation: str = ""  # the collective or other call in which the rank waits for others, or ""
     counts: Mapping[str, int] = field(default_factory=dict)  # by group: how many collectives began
     moved: int = 0  # bytes that gloo's connections have carried
     in_flight: int = 0  # packets of gloo that the other end has not acknowledged
@@ -70,7 +70,7 @@ class RankPosition:
     is_calm: bool = False  # True if no thread of gloo is running; False with nccl
     unfinished: int = 0  # collectives that seem to have begun and not ended
     # C code seems to hold the GIL, so that the control thread cannot answer.  Of the other fields
-    # at most `line`, `operation` and `file` are set.
+    # at most `line`, `file`, `is_stopped`, `asks` and `is_debugged` are set then.
     holds_gil: bool = False
     is_stopped: bool = False  # the process is stopped, as by SIGSTOP
     file: str = ""  # the name of the script, "" for a cell
@@ -104,7 +104,8 @@ def find_mismatch(
 ) -> Mapping[int, Begun]:
     """Return, by rank, the first collective for which `kind` differs between the ranks.
 
-    Collectives of the same number in a group are compared.  The result is empty if none differ.
+    Collectives with the same number in the same group are compared.  The result is empty if `kind`
+    differs for none.
     """
     begun: defaultdict[tuple[int, str], dict[int, Begun]] = defaultdict(dict)
     for rank, place in places.items():
@@ -117,7 +118,7 @@ def find_mismatch(
 def is_call_mismatch(places: Mapping[int, RankPosition]) -> bool:
     """Return True if ranks have begun different operations as the same collective of a group.
 
-    A rank must also be waiting in the first such collective: without that, the ranks may go on.
+    Returns False if no rank waits in the first such collective, because the ranks may go on then.
     """
     begun = find_mismatch(places, lambda each: each.name)
     return any(not each.is_done and places[rank].operation for rank, each in begun.items())
@@ -126,7 +127,7 @@ def is_call_mismatch(places: Mapping[int, RankPosition]) -> bool:
 def is_tensor_mismatch(places: Mapping[int, RankPosition]) -> bool:
     """Return True if the first collective that differs between ranks is the same operation on all.
 
-    Its tensors then differ in their numbers of elements or in their dtypes.
+    The collective's tensors then differ in their numbers of elements or in their dtypes.
     """
     begun = find_mismatch(places, tensors_of)
     return len({each.name for each in begun.values()}) == 1

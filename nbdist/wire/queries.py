@@ -73,7 +73,7 @@ class Attach:
 class WorldInfo:
     """The description of a world, or of one machine's part of a world.
 
-    Before the first start `workers` and `name` are not set.  The last four fields are set only in
+    `workers` and `name` are not set before the first start.  The last four fields are set only in
     the answer to `DescribeRanks`.  The agent of one of several machines describes that machine's
     part: it sets `name` only in the answer to `DescribeRanks`, and never sets `workers`.
     """
@@ -87,7 +87,8 @@ class WorldInfo:
     cell: str = ""  # the title of the running task, "" for none
     began: float = 0.0  # when the last task was sent or the world was started; seconds since 1970
     notebook: int = 0  # the process id of the notebook that has the world, 0 for none
-    since: float = 0.0  # seconds since 1970: when the notebook attached, or the last one detached
+    # When the notebook attached, or the last notebook detached, in seconds since 1970.
+    since: float = 0.0
     detach: bool = False  # whether the world outlives its notebook
     guard: int = 0  # the id of the process that exits after all others of the world
     versions: Versions = field(default_factory=dict)  # of Python and packages in the agent
@@ -98,7 +99,7 @@ class WorldInfo:
 
 
 class ReportedFailure(NamedTuple):
-    """A failure of a rank in a task; if `is_idle`, the rank failed after the task, while idle."""
+    """A failure of a rank in a task; if `is_idle` is True, the rank failed after the task."""
 
     rank: int
     error: RankError
@@ -109,9 +110,8 @@ class ReportedFailure(NamedTuple):
 class TaskSummary:
     """A task in a world of `size` ranks, and the failures of ranks in the task or after it.
 
-    `places` has the places of ranks when they were last located, by the agent, head or notebook.
-    `aborted` has the places of ranks that were released from a collective.  Both have `Stack`
-    objects without frames.
+    `places` has the last known places of ranks, and `aborted` the places of ranks that were
+    released from a collective.  Both have `Stack` objects without frames.
     """
 
     title: str
@@ -141,7 +141,7 @@ class Inspection:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The notebook that asked is attached to the world; `agent` and `guard` are process ids."""
+    """The notebook that asked is attached to the world now; `agent` and `guard` are process ids."""
 
     agent: int
     guard: int
@@ -195,10 +195,10 @@ def from_line(line: bytes) -> QueryMessage:
 
 
 def connect_to(path: Path, timeout: float) -> socket.socket:
-    """Connect to a socket on which a process of this user listens.
+    """Return a connection to the socket at `path`, on which a process of this user listens.
 
-    Connecting, and each later operation on the socket, may take `timeout` seconds.  Raises OSError,
-    also if the process that listens belongs to another user.
+    Connecting, and each later operation on the connection, may take at most `timeout` seconds.
+    Raises OSError, also if the process that listens belongs to another user.
     """
     end = socket.socket(socket.AF_UNIX)
     try:
@@ -220,7 +220,7 @@ def peer_user(end: socket.socket) -> int:
 def peer_process(end: socket.socket) -> int:
     """Return the id of the process that connected, or listened, at the other end.
 
-    Returns 0 if this process cannot see the other one's pid namespace.
+    Returns 0 if that process is in a pid namespace that this process cannot see.
     """
     return _peer(end)[0]
 

@@ -37,7 +37,7 @@ class Difference(NamedTuple):
 
     @property
     def why(self) -> str:
-        """The reason why the versions must match, as a part of an error message.
+        """A text for error messages that says why the versions must match.
 
         A process can crash when it calls a function that another version of Python has pickled.
         """
@@ -57,7 +57,7 @@ def versions_here() -> Versions:
 
 
 def difference(other: Versions, here: Versions) -> Difference | None:
-    """Return the first entry of `here` whose minor version differs in `other`; None if none does.
+    """Return the first difference between the minor versions in `other` and `here`, or None.
 
     Packages that only one of the processes has are not compared.
     """
@@ -94,9 +94,9 @@ class WorldSpec:
 
     world_size: int
     backend: str | None  # None for no process group
-    # The notebook's whole environment, secrets included, and the variables of `--env`.  For other
-    # machines only the variables for which the user asked, by `--env` or `--copy-env`; each agent
-    # adds the environment of its machine.
+    # The notebook's whole environment, secrets included, and the variables of `--env`.  A spec for
+    # other machines has only the variables that the user has chosen by `--env` or `--copy-env`;
+    # each agent adds the environment of its machine.
     environ: Mapping[str, str] = field(repr=False)
     cwd: str  # the notebook's folder
     sys_path: tuple[str, ...]  # the notebook's `sys.path`
@@ -134,8 +134,8 @@ class WorldSpec:
     def wrap(self) -> tuple[str, ...]:
         """The command prefix of each worker (`--wrap`).
 
-        Empty in the spec of one node of several machines: there the launcher has put the prefix
-        before the command of the agent.
+        The prefix is empty in the spec of one node of several machines, because there the launcher
+        has put the prefix before the command of the agent.
         """
         return self.config.wrapper if self.node is None else ()
 
@@ -166,8 +166,8 @@ class WorldSpec:
     def gpus_of(self, rank: int) -> tuple[str, ...]:
         """Return the GPUs that the rank sees: all GPUs of its node, or only its own MIG slice.
 
-        If one machine simulates several nodes, the nodes divide its GPUs: each node has at most as
-        many GPUs as ranks.  If there are too few GPUs, nodes share some.
+        If one machine simulates several nodes, the GPUs are divided among the nodes: each node has
+        at most as many GPUs as ranks.  If there are too few GPUs, nodes share some.
         """
         gpus, nodes = self.gpus, self.nodes
         if gpus and self.node is None and len({*nodes}) > 1:
@@ -241,15 +241,15 @@ class WorkerStart:
 
 
 def cancel_file(path: str | Path, generation: int) -> Path:
-    """Return the path of a file by which an agent stops the forming of a group.
+    """Return the path of the file by which an agent stops the forming of a generation of the group.
 
-    If the file exists, ranks no longer wait for other ranks in this generation of the group.
+    Once the file exists, ranks no longer wait for other ranks in this generation.
     """
     return Path(f"{path}.over{generation}")
 
 
 def moved_path(path: str, old: str, new: str) -> str:
-    """Return the path with folder `new` in place of `old`; a path outside of `old` is unchanged."""
+    """Return the path with `new` in place of the folder `old`; other paths are unchanged."""
     if path == old or path.startswith(f"{old}/"):
         return new + path[len(old) :]
     return path
@@ -258,14 +258,14 @@ def moved_path(path: str, old: str, new: str) -> str:
 LINK_TIMEOUT = 10.0
 """Seconds of silence on a link after which the machine counts as lost, by default.
 
-TCP sends lost packets again after 0.2, 0.6, 1.4, 3.0 and 6.2 s: if a cable is out for 1.5 s, the
-link may be silent for 3 s.  The timeout must be longer, so that this machine is not lost.
+TCP sends lost packets again after 0.2, 0.6, 1.4, 3.0 and 6.2 s.  So the link may be silent for 3 s
+if a cable is out for 1.5 s.  The timeout must be longer, or such a machine would count as lost.
 """
 
 AGENTS_WAIT = 4
 """How many link timeouts an agent waits for a silent head before it gives up and ends its workers.
 
-A head that was stopped for some seconds can then go on, and no variables of its world are lost.
+Because an agent waits this long, no variables are lost if a head was stopped for some seconds.
 """
 
 
@@ -336,7 +336,7 @@ SET_ON_IMPORT = re.compile(
 )
 """Variables that sklearn, torch, Lightning, polars and others set in each process that uses them.
 
-A rank that has a value of its own keeps this value when the notebook's value changes.
+A rank that has its own value of such a variable keeps it when the notebook's value changes.
 """
 
 READ_AT_START = re.compile(
@@ -345,7 +345,7 @@ READ_AT_START = re.compile(
 )
 """Variables that Python or a library reads only when the process starts.
 
-A forked worker would ignore the user's value, so workers are not forked if the user sets one.
+Workers are not forked if the user sets such a variable, because a forked worker would ignore it.
 """
 
 MULTI_RANK_NCCL = (2, 30)
@@ -353,10 +353,10 @@ MULTI_RANK_NCCL = (2, 30)
 
 
 def check_nvls(backend: str, environ: Mapping[str, str], *, shared: bool) -> str:
-    """Return a warning about the user's NCCL_NVLS_ENABLE; "" without nccl, or for 0 or no value.
+    """Return a warning about NCCL_NVLS_ENABLE, or "" if it is 0 or not set, or without nccl.
 
-    If the variable is 1, nccl is used, and ranks share a GPU or have slices of one (`shared`),
-    raises UsageError: NCCL would refuse to connect these ranks.
+    `shared` is True if ranks share a GPU or have slices of one.  NCCL would refuse to connect such
+    ranks with NCCL_NVLS_ENABLE=1, so this raises UsageError.
     """
     value = environ.get("NCCL_NVLS_ENABLE", "0")
     if value == "0" or not uses_nccl(backend):
@@ -402,10 +402,10 @@ def torchrun_variables(
 ) -> Mapping[str, str]:
     """Return the environment variables of one rank: the variables of torchrun, and nbdist's own.
 
-    `port` becomes MASTER_PORT unless the spec has a port; nothing listens there yet.  torch's
+    `port` becomes MASTER_PORT unless the spec has a port; nothing listens on the port yet.  torch's
     decorator `@record` writes errors to `error_file`.  Names and meanings are those of
     torch.distributed.elastic (agent/server/local_elastic_agent.py), since Accelerate and Lightning
-    read these variables; tests compare them with a real torchrun.  Only
+    read these variables; tests compare the variables with those of torchrun.  Only
     TORCHELASTIC_SIGNALS_TO_HANDLE is missing, which is for torchrun's own process.
     """
     slot, size = spec.slot(rank), str(spec.world_size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 MAX_OFFSET = 4096
-"""The first offset that is refused: a cell can have changed the file with the layout."""
+"""Offsets from this number on are refused, because a cell can have changed the layout's file."""
 
 
 class CallLayout(NamedTuple):

@@ -14,7 +14,8 @@ from nbdist.wire.places import Collective, RankPosition, RankState
 class Gpu:
     """The state of a GPU: all processes together use `used` of `total` bytes of its memory.
 
-    `busy` is the utilisation in per cent, None if the driver does not tell, as for a MIG slice.
+    `busy` is the utilisation in per cent; None if the driver does not report it, for example for
+    a MIG slice.
     """
 
     used: int
@@ -24,7 +25,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The memory that a worker uses, in bytes (PSS), and the state of its GPU, None if unknown."""
+    """The memory that a worker uses, in bytes (PSS), and the state of its GPU or None."""
 
     memory: int
     gpu: Gpu | None = None

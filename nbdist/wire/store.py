@@ -32,14 +32,14 @@ class Set(NamedTuple):
 
 
 class Get(NamedTuple):
-    """Wait until all keys exist; answered by their values, or by None after `seconds` seconds."""
+    """Wait until all keys exist, at most `seconds` seconds; answered by their values or by None."""
 
     keys: tuple[str, ...]
     seconds: float
 
 
 class Wait(NamedTuple):
-    """Wait at most `seconds` seconds until all keys exist; answered by True if all exist."""
+    """Wait until all keys exist, at most `seconds` seconds; answered by True if all exist."""
 
     keys: tuple[str, ...]
     seconds: float = 0.0
@@ -99,7 +99,7 @@ def to_frame(message: Operation | StoreReply) -> bytes:
 
 
 def operation_from(frame: bytes) -> Operation:
-    """Unpack a rank's operation; raises BadFrame for other objects, and for too long a wait."""
+    """Return a rank's operation from a frame; raises BadFrame for other objects and long waits."""
     operation: Operation = object_from(frame, Operation)
     if isinstance(operation, Get | Wait) and not 0 <= operation.seconds <= MAX_STORE_WAIT:
         raise BadFrame(f"a wait of {operation.seconds} s")
@@ -107,7 +107,7 @@ def operation_from(frame: bytes) -> Operation:
 
 
 def answer_from(frame: bytes) -> StoreReply:
-    """Unpack the store's answer to a rank; raises BadFrame for any other object."""
+    """Return the store's answer from its frame; raises BadFrame if the frame is no answer."""
     answer: StoreReply = object_from(frame, StoreReply)
     return answer
 
@@ -167,7 +167,7 @@ class HostedStore:
         self._waits.clear()
 
     async def _wait_for(self, keys: tuple[str, ...], seconds: float) -> _Values | None:
-        """Return the values once all keys exist; None if a key is missing after `seconds`."""
+        """Wait until all keys exist; return their values, or None if one is missing at the end."""
         if (values := self._found(keys)) is not None or not seconds:
             return values
         wait: asyncio.Future[_Values] = asyncio.get_running_loop().create_future()

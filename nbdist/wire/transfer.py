@@ -46,7 +46,7 @@ message that the sender has read."""
 class FrameKind(Enum):
     """The kind of a transmission, in its header.
 
-    Further frames follow the header of a MESSAGE, and of an ENDED that an agent sends.
+    Only after the header of a MESSAGE, or of an ENDED from an agent, further frames follow.
     """
 
     MESSAGE = b"m"
@@ -167,8 +167,8 @@ def piece_of(fetch: Fetch) -> SegmentPiece:
 class _Coming:
     """An incomplete copy of a segment, of which the first `requested` bytes were requested.
 
-    The future `end` gets "" when the copy is complete or dropped or the segment is gone; if the
-    copy cannot be filled, it gets the reason.
+    The future `end` gets "" when the copy is complete or was dropped, or when the segment is gone.
+    It gets the reason if the copy cannot be filled.
     """
 
     ref: SegmentRef
@@ -198,9 +198,9 @@ class Receiving:
         return f"<Receiving {len(self._coming)} segments, {pieces}, has {len(self._segments)}>"
 
     async def copy_segments(self, refs: Iterable[SegmentRef]) -> str:
-        """Copy segments to this process; return why there is no memory for a segment, or "".
+        """Copy segments to this process; return "", or why there is no memory for a segment.
 
-        If a segment is gone or was dropped meanwhile, the method returns "" too, but `places` does
+        The method also returns "" if a segment is gone or was dropped meanwhile; then `places` does
         not have the segment.
         """
         futures = []
@@ -223,8 +223,8 @@ class Receiving:
     def add_piece(self, piece: SegmentPiece) -> None:
         """Store a piece in the copy of its segment, and request further pieces."""
         delay = time.monotonic() - self._request_times.popleft()
-        # A slow piece has waited on the link behind other pieces, and a message that interrupts a
-        # cell would wait as long: request fewer pieces at a time.
+        # A slow piece has waited on the link behind other pieces.  A message that interrupts a cell
+        # would wait as long, so request fewer pieces at a time.
         self._least_delay = min(self._least_delay, delay)
         step = 1 if delay - self._least_delay < MAX_DELAY else -1
         self._window = min(max(1, self._window + step), MAX_WINDOW)

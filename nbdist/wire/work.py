@@ -78,7 +78,7 @@ Work = CellCode | Script | OpCall
 
 
 class Surroundings(NamedTuple):
-    """Changes of the notebook's process since the world started, which ranks make before a task.
+    """Changes in the notebook's process since the world started; ranks repeat them before a task.
 
     `folder` is the notebook's current folder, `first` its folder at the start.  `sys_path` is None
     if it has not changed.  `environ` has the changed environment variables, with None for a removed
@@ -106,15 +106,16 @@ class Task:
     id: str
     ranks: tuple[int, ...]
     work: Work = CellCode()
-    # By rank: the notebook's variables to bind before the work, and changes of objects that the
-    # rank has already (`nbdist.values.linked`).
+    # By rank: the notebook's variables, which the rank binds before the work, and changes of
+    # objects that the rank already has (`nbdist.values.linked`).
     names: Mapping[int, Payload] = field(default_factory=dict)
     # A pickled mapping of variables to bind on all ranks; their values get no keys, so later
     # changes in the notebook do not reach the ranks.
     plain: Payload | None = None
     fetch: tuple[str, ...] = ()  # expressions, whose values ranks return in `Done.values`
     attempt: Attempt = Attempt()
-    # From this level on the ranks' `logging` sends records to the notebook; None for no records.
+    # The lowest level of the records that the ranks' `logging` sends to the notebook; None if no
+    # records are sent.
     log_level: int | None = None
     # By new rank: the names that other ranks have imported and that the new rank imports before the
     # work, as in `Done.imported`.
@@ -160,9 +161,9 @@ class Task:
         return refs_in((self.names, self.plain, given))
 
     def moved(self, places: Places) -> Task:
-        """Return the task with its segments replaced by the copies that `places` has.
+        """Return the task with references to the copies in `places` in place of its segments.
 
-        So workers on another machine can open the segments.
+        With these references, workers on the machine that has the copies can open them.
         """
         work = self.work
         if isinstance(work, OpCall):
@@ -172,7 +173,7 @@ class Task:
 
 
 def task_from(frame: bytes) -> Task:
-    """Unpack a task that the notebook has packed."""
+    """Return the task from the bytes that the notebook has packed."""
     task: Task = unpack(frame)
     return task
 
@@ -180,9 +181,9 @@ def task_from(frame: bytes) -> Task:
 class InputReply(NamedTuple):
     """The reply to the `InputRequest`, `CatchUp` or `ItemsWanted` with this number.
 
-    `text` is the typed line, None for the end of input; `problem` says why nobody can type.
-    `items` are the next items of `World.map`, the index and the payload of each; then `text` is "",
-    or None if the rank has no more to do.
+    `text` is the typed line, or None for the end of input; `problem` says why nobody can type.  The
+    reply to `ItemsWanted` has the next `items` of `World.map`, as pairs of index and payload; its
+    `text` is "", or None if the rank gets no further items.
     """
 
     number: int
@@ -195,13 +196,13 @@ class InputReply(NamedTuple):
 class SigintSent:
     """Agent to worker: the agent has sent the worker a SIGINT before this message.
 
-    The SIGINT is for a task that the worker has been sent.  If the worker has no such task any
-    more, it drops the SIGINT, so that the SIGINT does not interrupt a later task.
+    The SIGINT is for a task that was sent to the worker before.  If the worker has finished that
+    task, it drops the SIGINT, so that the SIGINT does not interrupt a later task.
     """
 
 
 def failure_in_words(name: str, message: str) -> Failure:
-    """Return a failure whose only line is this error, for errors outside of the cell's code."""
+    """Return a `Failure` whose traceback is only the error's line, for errors outside of a cell."""
     return Failure(name, message, (error_line(name, message),), time.time_ns())
 
 
@@ -224,7 +225,7 @@ class Finished(NamedTuple):
 class CatchUp(NamedTuple):
     """Worker to agent: send an `InputReply` once you have read all output before the mark `number`.
 
-    The worker waits for the reply, so that none of its output is still in a pipe.
+    The worker waits for the reply.  After the reply, none of its earlier output is in a pipe.
     """
 
     number: int
@@ -235,7 +236,7 @@ TaskMessage = Finished | InputRequest | ItemsWanted | CatchUp
 
 
 def said_from(frame: bytes) -> TaskMessage:
-    """Unpack a worker's message about its task; raises BadFrame for any other frame."""
+    """Return a worker's message about its task; raises BadFrame if the frame is no such message."""
     message: TaskMessage = object_from(frame, TaskMessage, Payload)
     returned: list[object] = []
     if isinstance(message, Finished):
@@ -252,8 +253,9 @@ def said_from(frame: bytes) -> TaskMessage:
 Mark = int | Literal["up", "ready", "stdout", "stderr"]
 """The value of a mark.
 
-A number is that of a message.  `up` says that the worker's kernel has bound its sockets, `ready`
-that the group is formed too.  `stdout` and `stderr` name the stream of the text after the mark.
+An int is the number of a message.  `up` says that the worker's kernel has bound its sockets, and
+`ready` that the group is formed too.  `stdout` and `stderr` name the stream of the text after the
+mark.
 """
 
 
