@@ -1,7 +1,8 @@
 """The connection from the notebook's process to the agent or head of a world.
 
-`Workers` and `Session` use the link.  A thread of the link sends and receives, other threads wait
-for queues and futures: so KeyboardInterrupt in the main thread cannot break off a transfer.
+`Workers` and `Session` use the link.  A thread of the link sends and receives all messages; other
+threads only wait for queues and futures.  So a KeyboardInterrupt in the main thread cannot break
+off the sending or receiving of a message.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class Link:
         self._thread = threading.Thread(target=self._run, name="nbdist-link", daemon=True)
 
     def open(self) -> None:
-        """Begin to start the agent, or to use the agent of `take_over`; return at once.
+        """Start the agent, or use the agent of `take_over`, on the link's thread; return at once.
 
         The caller has to call `close` or `detach` in the end, also if `open` was interrupted.
         """
@@ -170,7 +171,10 @@ class Link:
     def calling(
         self, request: RequestBody, timeout: float = CALL_TIMEOUT, tick: float = CALL_TICK
     ) -> Generator[Starting, None, Reply]:
-        """Do as `call` without `patience`; yield the progress of a start every `tick` seconds."""
+        """Send a request and return the reply, as `call` does without `patience`.
+
+        Until the reply comes, yield the progress of the workers' start every `tick` seconds.
+        """
         self.check_process()
         self._starting = Starting(0)
         yield from self._wait_for_hello(tick)
@@ -241,11 +245,11 @@ class Link:
         self._bell.put(None)
 
     def acknowledge(self, batch: BatchAcknowledged) -> None:
-        """Acknowledge a batch of outputs, once: Stop can make the consumer repeat the call.
+        """Acknowledge a batch of outputs, once, even if Stop makes the consumer repeat the call.
 
         A single acknowledgement waits until another message is sent or received, since the agent
         may have several batches in flight.  In a world that can be detached the acknowledgement is
-        sent at once: the agent sends unacknowledged batches again, to the next notebook.
+        sent at once, because the next notebook gets all batches that were not acknowledged.
         """
         if batch is not self._last_received:
             self._last_received = batch
@@ -273,7 +277,7 @@ class Link:
         return leftovers
 
     def detach(self) -> None:
-        """Close the link only: an agent with the `detach` option keeps running, any other exits."""
+        """Close the link: an agent with the `detach` option keeps running, another agent exits."""
         if self._closing or os.getpid() != self.pid:
             return
         self._closing = self._is_detached = True
@@ -284,10 +288,11 @@ class Link:
         self._folder.release()
 
     def _release_resources(self) -> None:
-        if self._thread.is_alive():  # ends soon: the agent has ended, or the link is detached
+        # The thread ends soon, because the agent has ended or the link is detached.
+        if self._thread.is_alive():
             self._thread.join(THREAD_TIMEOUT)
-        # Close the socket before the agent's descriptors: the agent must get the last messages
-        # before the end of this notebook.
+        # Close the socket before the agent's descriptors, so that the agent gets the last messages
+        # before it notices the end of this notebook.
         self._socket.close(DETACH_LINGER if self._is_detached else 0)
         self._context.term()
         if self._agent is not None:
@@ -384,8 +389,8 @@ class Link:
                 if (answer := self._answers.get(number)) is not None:
                     answer.set_result(reply)
             case messages.Outputs(items):
-                # `BatchAcknowledged` marks the end of the batch; the consumer passes it to
-                # `acknowledge`.
+                # A `BatchAcknowledged` marks the end of the batch; the consumer passes this object
+                # to `acknowledge`.
                 self._add_arrived(*items, BatchAcknowledged())
             case Starting() as starting:
                 self._starting = starting

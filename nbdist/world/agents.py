@@ -55,12 +55,15 @@ AGENT_MODULE, HEAD_MODULE = "nbdist.agent", "nbdist.cluster"
 
 
 def launcher_names() -> list[str]:
-    """List the values that `--launcher` accepts."""
+    """Return the values that `--launcher` accepts, sorted."""
     return sorted({LOCAL, *plugins.entry_points(plugins.LAUNCHERS_GROUP)})
 
 
 def module_of(launcher: str) -> str:
-    """Return the module to start for a launcher; UsageError if either is not available."""
+    """Return the module that serves a world with this launcher: an agent's or a head's.
+
+    Raises UsageError if there is no such launcher, or if the head's module is not installed.
+    """
     names = launcher_names()
     if launcher not in names:
         raise UsageError(f"`--launcher {launcher}`: available: {', '.join(names)}.")
@@ -106,9 +109,10 @@ class RunningWorld:
 
 
 class Asking:
-    """A question on a new connection to a world's query socket; OSError if it cannot be sent.
+    """A question that was sent on a new connection to a world's query socket.
 
-    `process` is the id of the process at the other end.
+    `process` is the id of the process at the other end.  Raises OSError if the question cannot be
+    sent.
     """
 
     def __init__(
@@ -123,7 +127,7 @@ class Asking:
             raise
 
     def answer(self, timeout: float) -> queries.QueryMessage:
-        """Return the answer; OSError if none comes whole in time, BadFrame for an invalid one."""
+        """Return the answer; OSError if it does not come in time, BadFrame if it is invalid."""
         deadline, line = time.monotonic() + timeout, bytearray()
         while not line.endswith(b"\n"):
             self._socket.settimeout(max(0.0, deadline - time.monotonic()))
@@ -141,7 +145,7 @@ class Asking:
 def ask_all(
     question: queries.Describe | queries.DescribeRanks, timeout: float
 ) -> list[RunningWorld]:
-    """Ask this user's worlds on this machine; return those that answer within `timeout`."""
+    """Ask this user's worlds on this machine; return the worlds that answer within `timeout`."""
     running_worlds = []
     with ExitStack() as opened:
         calls: dict[Path, Asking] = {}
@@ -158,7 +162,7 @@ def ask_all(
 
 
 def worlds(timeout: float = QUERY_TIMEOUT) -> list[RunningWorld]:
-    """List this user's worlds on this machine, sorted by name.
+    """Return this user's worlds on this machine, sorted by name.
 
     Worlds without workers, and worlds that do not answer in time, are left out.
     """
@@ -170,9 +174,10 @@ def worlds(timeout: float = QUERY_TIMEOUT) -> list[RunningWorld]:
 def find_by_name(
     choices: Sequence[RunningWorld], name: str, command: str, *, detached_first: bool = False
 ) -> RunningWorld:
-    """Return the world in `choices` that is called `name`; UsageError if none or several are.
+    """Return the only world in `choices` that is called `name`; UsageError if none or several are.
 
-    `detached_first` prefers detached worlds.  `command` is for the error message.
+    With `detached_first`, worlds that a notebook uses count only if no detached world is called so.
+    `command` is for the error message.
     """
     chosen = [each for each in choices if each.is_called(name)]
     if detached_first:
@@ -196,7 +201,7 @@ def find_by_name(
 def find_attachable(choices: Sequence[RunningWorld], name: str | None) -> RunningWorld:
     """Return the world that is called `name`, or without a name the only detached world.
 
-    Raises UsageError unless there is exactly one, and this process can take that world over.
+    Raises UsageError unless there is exactly one such world, and this process can take it over.
     """
     free, command = [each for each in choices if each.is_detached], "%dist_attach"
     if name is not None:
@@ -246,7 +251,7 @@ def names_text(choices: Sequence[RunningWorld]) -> str:
 
 
 def runtime_folders() -> list[Path]:
-    """Find the runtime folders of this user's worlds.
+    """Return the runtime folders of this user's worlds, sorted.
 
     Folders that another user could have made are left out.
     """
@@ -263,7 +268,7 @@ def _possible_folders() -> Iterator[Path]:
     for place in (Path(f"/run/user/{os.geteuid()}"), *folders.places()):
         with suppress(OSError):
             yield from place.glob(f"{folders.RUNTIME_FOLDER_PREFIX}*")
-    # With another TMPDIR a notebook's folders are elsewhere: the command lines of agents name them.
+    # A notebook with another TMPDIR has its folders there; its agents' command lines name them.
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if process.stat().st_uid == os.geteuid():
@@ -276,7 +281,7 @@ class AttachedAgent:
     """An agent that another process has started, and that serves this process now."""
 
     def __init__(self, world: RunningWorld, socket: str) -> None:
-        """Ask the world to connect to the notebook's `socket`; UsageError unless it accepts."""
+        """Ask the world to connect to the notebook's `socket`; raises UsageError if it refuses."""
         self.host, self.command = world.info.host, f"the agent of world {world.name}"
         try:
             with ExitStack() as opened:
@@ -322,8 +327,8 @@ class AttachedAgent:
 class AgentProcess(Child):
     """The process of an agent or head that this process starts.
 
-    The agent or head connects to the socket in `runtime`, and notices by its closed stdin that this
-    process has ended.
+    The agent or head connects to the socket in the folder `runtime`, and notices by its closed
+    stdin that this process has ended.
     """
 
     def __init__(
@@ -350,7 +355,8 @@ class AgentProcess(Child):
         self._close_stdin()
         if self._exits_within(timeout):
             return
-        # The child is the agent's guard, which ends all processes that a killed agent has left.
+        # `self.pid` is the guard, whose child is the agent.  The guard ends all processes that a
+        # killed agent leaves.
         for agent in children_of(self.pid):
             with suppress(ProcessLookupError):
                 os.kill(agent, signal.SIGKILL)

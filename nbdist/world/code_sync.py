@@ -27,9 +27,9 @@ from nbdist.wire.places import PACKAGES
 from nbdist.words import size_text
 
 MAX_SYNC_BYTES = 64 << 20  # the most bytes of all files together
-MAX_SEARCHED_FILES = 50_000  # most files and folders to look at if git does not list the files
-FRESH = 2 * 10**9  # nanoseconds after a change in which a second change may leave the times
-NAMED = 3  # files that an error names
+MAX_SEARCHED_FILES = 50_000  # the most files and folders to search if git does not list the files
+FRESH = 2 * 10**9  # nanoseconds after a change in which a second change may not change the times
+NAMED = 3  # the most files that an error names
 BRING_TIMEOUT = 1200.0  # seconds; must exceed a head's time to send the files to its machines
 GIT_TIMEOUT = 10.0  # seconds for git to list the files
 
@@ -77,7 +77,7 @@ class CodeSync:
         try:
             os.stat(self.folder)  # raises if the folder was removed
             now, files = time.time_ns(), dict(_files_in(self.folder))
-            # A file that had just changed when it was sent may have changed again, at equal times.
+            # A file that changed just before it was sent may have changed again with equal times.
             is_fresh = any(abs(self._sent_at - each[0]) < FRESH for each in files.values())
             if files == self._sent_files and not (to_new or is_fresh):
                 return
@@ -87,7 +87,7 @@ class CodeSync:
             archive = archive_of(self.folder, files)
         except OSError as error:
             raise CodeNotSent("", f"{error.filename or self.folder}: {error.strerror}") from None
-        # Other machines may see a change late: the landmark is the file that changed longest ago.
+        # The landmark is the file that changed longest ago, as other machines may see changes late.
         oldest = min(files, key=lambda path: files[path][1], default="")
         digest = blake2b(archive, digest_size=16).hexdigest()
         landmark = Landmark.of(f"{self.folder}/{oldest}")
@@ -116,7 +116,7 @@ def _too_large(stamps: Mapping[str, Stamp]) -> str:
 
 
 def _files_in(folder: Path, above: str = "") -> Iterator[tuple[str, Stamp]]:
-    """Yield path and stamp of each file to send: what git lists, or without git Python files.
+    """Yield path and `Stamp` of each file to send: files that git lists, or else Python files.
 
     `QUIET` files are left out.  `above` is put in front of each path.  A repository in the folder,
     such as a submodule, is searched in the same way.
@@ -136,7 +136,7 @@ def _files_in(folder: Path, above: str = "") -> Iterator[tuple[str, Stamp]]:
 
 
 def _known_to_git(folder: Path) -> list[str] | None:
-    """List the files that git tracks or does not ignore.
+    """Return the paths of the files in `folder` that git tracks or does not ignore.
 
     Returns None if git fails.  Raises CodeNotSent if git takes too long.
     """
@@ -168,7 +168,7 @@ def _python_files(folder: Path) -> Iterator[str]:
 
 
 def archive_of(folder: Path, paths: Iterable[str]) -> bytes:
-    """Return a tar archive of the files that exist; raises OSError.
+    """Return a tar archive of those files in `paths` that exist; raises OSError.
 
     The archive has no times and owners, so that equal files give an equal digest.
     """

@@ -35,7 +35,7 @@ Who = Callable[[Iterable[int]], str]
 
 LONGEST_CODE = 60  # characters of a line of code in a text
 
-RELEASED_ERROR = "Released"  # `Failure.name` if an abort or another rank ended a collective
+RELEASED_ERROR = "Released"  # a `Failure.name`: an abort or another rank has ended a collective
 
 DTYPES = {
     **{"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64"},
@@ -63,9 +63,10 @@ def verdict(places: Mapping[int, RankPosition]) -> str:
 
 
 def differing(places: Mapping[int, RankPosition]) -> str:
-    """Describe the first collective that differs between ranks, if only in sizes or dtypes; or "".
+    """Describe the first collective that differs between ranks, if it differs only in its tensors.
 
     Write `all_reduce (line 2), sizes differ: rank 0 [2], rank 1 [3]`, and which results are wrong.
+    Return "" if no collective differs, or if the ranks have begun different operations.
     """
     begun = find_mismatch(places, tensors_of)
     if not begun or len({each.name for each in begun.values()}) > 1:
@@ -81,7 +82,8 @@ def differing(places: Mapping[int, RankPosition]) -> str:
         differ = f"sizes and dtypes differ: {_by_ranks_text(begun, _tensors_text)}"
     text = f"{name}{line}, {differ}"
     if done := [rank for rank, each in begun.items() if each.is_done]:
-        # An `all_` collective has no root; in others, the unknown root's result may be right.
+        # An `all_` collective has no root, so all its results are wrong.  Another collective may
+        # have a root, which is not known here, and whose result may be right.
         verb = "is" if name.startswith("all_") else "may be"
         text += f"; the result on {name_ranks(done)} {verb} wrong"
     return text
@@ -97,7 +99,7 @@ def why_aborted(
     """Say why the collectives of some ranks were aborted.
 
     `aborted` says where these ranks waited, and `all_places` where all ranks were at that time.
-    `ran` are the ranks of the task, and `failed` those that failed or have not finished.
+    `ran` are the ranks of the task, and `failed` the ranks that failed or have not finished.
     """
     finished = set(ran) - set(failed)
     if len(aborted) == world_size or is_call_mismatch(all_places):
@@ -180,7 +182,7 @@ def silent_text(silent: UnresponsiveHosts) -> str:
 def stalled_text(places: Mapping[int, RankPosition], machines: Machines) -> str:
     """Write `the network between hosta and hostb is stalled`; "" if no network is.
 
-    An address is replaced by a machine's name if a rank there has reported it as its own.
+    An address is replaced by the name of the machine with a rank that has this address.
     """
     pairs = {rank: place.stalled for rank, place in places.items() if place.stalled}
     names = {address: machines.name(rank) for rank, each in pairs.items() for address, _ in each}
@@ -205,11 +207,12 @@ def shorten_error(
     script: Script | None,
     errors: Iterable[RankError],
 ) -> Failure:
-    """Shorten torch's error about connections that an abort, or another rank, has closed.
+    """Return a short `Failure` for torch's error about connections that were closed.
 
-    After an abort `aborted` says where the rank waited, and the result is, for example,
-    `Released: waited in all_reduce (cell line 7)`.  Without `aborted` the line comes from the
-    traceback, and the reason from the `errors` of other ranks.
+    An abort, or another rank, has closed the connections.  After an abort `aborted` says where the
+    rank waited, and the result's text is, for example, `Released: waited in all_reduce (cell line
+    7)`.  Without `aborted` the line comes from the traceback of `failure`, and the reason from the
+    `errors` of other ranks.
     """
     if aborted is not None:
         file, number, wait = aborted.file or "cell", aborted.line, f"in {aborted.operation}"
@@ -287,7 +290,7 @@ class Alike(NamedTuple):
 
 
 def group_stacks(stacks: Iterable[Stack]) -> list[Alike]:
-    """Put together the ranks whose stacks are equal except for addresses and process ids."""
+    """Return the groups of ranks whose stacks are equal except for addresses and process ids."""
     same: dict[str, list[Stack]] = {}
     for stack in sorted(stacks, key=attrgetter("rank")):
         text = "\n".join([_title(stack, (stack.rank,)), *_calls(stack)])

@@ -156,14 +156,14 @@ def _handle_output(workers: Workers, rank: int, task_id: str, output: Any) -> No
 
 
 def _pass_to_widgets(workers: Workers, rank: int, output: Output) -> Output | None:
-    """Pass an output to the table of widgets; return the output that the cell shows, or None.
+    """Pass an output to `Widgets`; return the output that the cell shows, or None.
 
-    The first message of a widget makes the table, if a page can show widgets.
+    The first message of a widget makes the `Widgets`, if a page can show widgets.
     """
     if workers.widgets is None:
         if not workers.shows_widgets:
             return None
-        # Imported here since most worlds have no widgets.
+        # Not imported at the top of the file, since most worlds have no widgets.
         from nbdist.world.widgets import Widgets
 
         workers.widgets = Widgets()

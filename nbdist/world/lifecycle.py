@@ -79,13 +79,13 @@ def starting(workers: Workers) -> Iterator[Starting]:
 def starting_texts(workers: Workers) -> Iterator[str]:
     """Start the workers; yield `starting 4 workers: 2 ready`, or "" if the line is unchanged.
 
-    In the first `QUIET_SECONDS` a line is yielded only if other machines start.
+    In the first `QUIET_SECONDS` only lines about other machines are yielded.
     """
     last_text, begun = "", time.monotonic()
     for progress in starting(workers):
         ready = f"{progress.up} ready" if progress.up < workers.size else "forming their group"
         text = f"starting {count(workers.size, 'worker')}: {ready}"
-        if progress.text:  # of other machines, which determine the number of workers
+        if progress.text:  # a line about other machines, which determine the number of workers
             text = f"starting: {progress.text}" + (f" · {progress.up} ready" if progress.up else "")
         elif time.monotonic() - begun < QUIET_SECONDS:
             text = ""
@@ -104,7 +104,7 @@ def start(workers: Workers) -> None:
 
 
 def start_anew(workers: Workers, *, agent_too: bool = False) -> None:
-    """End all workers, with `agent_too` also their agent, and start as many new workers.
+    """End all workers, with `agent_too` also their agent, and start new workers by `workers.spec`.
 
     The set-up cells are not run here.
     """
@@ -141,7 +141,7 @@ def shutdown(workers: Workers) -> str:
 
 
 def _stop(workers: Workers, grace: float) -> str:
-    """Let the agent end the workers; if it does not, end the agent too.
+    """Let the agent end the workers; if it does not do so in time, end the agent too.
 
     Returns a sentence about processes that are left on other machines, "" for none.
     """
