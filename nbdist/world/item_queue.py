@@ -33,18 +33,19 @@ CHUNK_SECONDS = 0.05
 A request costs about a millisecond, so answers with few short items would waste time."""
 
 CHUNK_BYTES = 4 << 20
-"""After so many bytes an answer has no further items."""
+"""An answer gets no further items once its items have this many bytes."""
 
 GROWTH = 4
-"""An answer has at most so many times the items of the rank's last answer."""
+"""An answer has at most this many times as many items as the rank's last answer."""
 
 CHUNKS_LEFT = 2
-"""An answer leaves enough items for so many more answers to each rank.
+"""If there are n more items, an answer has at most n / (`CHUNKS_LEFT` * ranks) of them, or one.
 
-So no rank still has many items when the other ranks find none left."""
+So no rank still has many items when the other ranks find none left.  If the number of items is not
+known, this limit does not apply."""
 
 MAX_TRIES = 2
-"""How often an item is given to a rank: once more if the first rank died."""
+"""How often an item is given to a rank: to a second one if the first rank died."""
 
 Packed = tuple[Payload, Segment | None]
 """An item, and its shared memory, which stays open until a rank has sent the item's outcome."""
@@ -78,15 +79,15 @@ class ItemQueue:
     ) -> None:
         """Make a queue; nothing is read from `items` yet.
 
-        If ranks may be on other machines (`is_elsewhere`), items are sent whole in messages:
-        those machines cannot open the shared memory of this one.
+        If ranks may be on other machines (`is_elsewhere`), items are sent whole in messages,
+        because other machines cannot open the shared memory of this machine.
         """
         self.ranks = 1  # the number of ranks among which the items are shared
         self.is_paused = False  # while True, ranks get no items and end their task
         self.total = _length_of(items)  # the number of items, None if it is not known
         self.results: dict[int, Any] = {}
         self.failures: dict[int, tuple[int, ItemOutcome]] = {}
-        self.texts: dict[int, str] = {}  # of failed and lost items, for errors
+        self.texts: dict[int, str] = {}  # by index: the `repr` of failed and lost items, for errors
         self.problem: Exception | None = None
         self.has_ended = False  # if True, no further items are handed out
         self.deaths = 0  # how often an item was with a rank that died
@@ -189,7 +190,8 @@ class ItemQueue:
                 assert isinstance(outcome.values, Payload)
                 frames = open_payload(outcome.values)
                 if outcome.values.segment is not None:
-                    # A mapping of shared memory holds a descriptor, and results can be very many.
+                    # Copied, since a mapping of shared memory holds a descriptor, and there can be
+                    # very many results.
                     frames = [bytearray(frame) for frame in frames]
                 self.results[index] = unpickle(frames, self._names)
             except Exception as problem:  # noqa: BLE001 (a user's class can raise anything)
@@ -207,7 +209,7 @@ class ItemQueue:
             self.texts[index] = reprlib.repr(unpickle(open_payload(payload), self._names))
 
     def _next(self, limit: int) -> Iterator[tuple[int, Packed]]:
-        """Yield at most `limit` items with their pickles; an item taken back comes alone."""
+        """Yield index and pickle of at most `limit` items, or of one item that was taken back."""
         if self._returned:
             yield self._returned.popleft()
             return

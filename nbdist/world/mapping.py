@@ -78,7 +78,7 @@ class ItemMap:
             returns_errors=self._returns_errors,
             is_elsewhere=session.is_elsewhere,
         )
-        self._errors: dict[int, BaseException] = {}  # by index: why the item has no result
+        self._errors: dict[int, BaseException] = {}  # by index: the exception in place of a result
 
     def results(self) -> list[Any]:
         """Run the map to its end, and return the results in the order of the items."""
@@ -87,7 +87,7 @@ class ItemMap:
         return [self._result(index) for index in range(self._queue.done)]
 
     def as_completed(self) -> Iterator[Any]:
-        """Run the map, and yield each result as soon as it has come."""
+        """Run the map, and yield each result as it comes, in any order."""
         with closing(self.steps()) as steps:
             for index in steps:
                 yield self._result(index)
@@ -96,11 +96,12 @@ class ItemMap:
         return self._errors[index] if index in self._errors else self._queue.results[index]
 
     def steps(self) -> Generator[int, None, None]:
-        """Run the map, and yield the index of each item that has been done.
+        """Run the map, and yield the index of each item that has a result.
 
-        A further task runs the items that are left if a rank has died, or if ranks ended their task
-        while the caller had an index.  Raises the first error, whose attribute `results` has the
-        results so far.  If the generator is closed before its end, the ranks are interrupted.
+        With the option `on_error="return"` an exception counts as a result.  If a rank has died, or
+        if ranks ended their task while the caller had an index, a further task runs the items that
+        are left.  Raises the first error, whose attribute `results` has the results so far.  If the
+        generator is closed before its end, the ranks are interrupted.
         """
         queue = self._queue
         bar = MapProgress(remote_call.title_of(self._function), is_shown=self._session.config.show)
@@ -162,7 +163,7 @@ class ItemMap:
             raise UsageError(WORKERS_GONE)
 
     def _pop_done(self, running: TaskRun) -> Iterator[int]:
-        """Yield the indices of items that were done since the last call.
+        """Yield the indices, as `steps` does, of items that were done since the last call.
 
         While the caller has an index, ranks that ask for items get none and end their task, because
         the caller may never ask for the next index.

@@ -26,7 +26,10 @@ class MovingLine:
         self._draw_at = 0.0
 
     def is_due(self, now: float) -> bool:
-        """Return True in a terminal `REDRAW_SECONDS` after `show`, or if `clear` erased a text."""
+        """Return True if `show` would draw a text now: in a terminal, but not too often.
+
+        After a drawing `REDRAW_SECONDS` must pass, unless `clear` has erased the text.
+        """
         return self._is_terminal and now >= self._draw_at
 
     def show(self, text: str, now: float) -> None:

@@ -46,9 +46,10 @@ log = logging.getLogger("nbdist.world")
 def find_script(
     kind: ProgramKind, name: str, args: Iterable[Any] = (), *, local_rank: bool = False
 ) -> Script:
-    """Find a script, module or executable; UsageError if there is none that can run.
+    """Return the `Script` that runs a file, module or executable.
 
-    The program is not imported here, since it may import torch.
+    Raises UsageError if there is no such program, or if it cannot run.  The program is not imported
+    here, since it may import torch.
     """
     find = {"file": _find_file, "module": _find_module, "executable": _find_executable}[kind]
     file, root = find(name)
@@ -109,7 +110,10 @@ def _find_module(name: str) -> tuple[str, str]:
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
-    """Find a module in this folder or on `sys.path`, without importing its packages."""
+    """Return the spec of a module, or None; the module's packages are not imported.
+
+    The module is searched in the current folder and on `sys.path`.
+    """
     first, *others = name.split(".")
     spec = PathFinder.find_spec(first, [current_folder()])
     if spec is None:
@@ -135,7 +139,10 @@ def _find_executable(name: str) -> tuple[str, str]:
 
 
 def ask(session: Session, running: TaskRun, rank: int) -> None:
-    """Ask the user for a rank's input and send it; refuse prompts if this process has no input."""
+    """Ask the user for a rank's input, and send the input to the rank.
+
+    If this process cannot ask for input, refuse all prompts of the task.
+    """
     request, prompt = running.prompts[rank], running.prompts.prompt(rank)
     while True:
         try:
@@ -146,7 +153,8 @@ def ask(session: Session, running: TaskRun, rank: int) -> None:
             continue
         except EOFError:
             session.reply(running, {rank: None})
-        # Without an input box IPython raises NotImplementedError, without stdin Python the others.
+        # Without an input box IPython raises NotImplementedError.  Without stdin Python raises one
+        # of the other errors.
         except (NotImplementedError, OSError, RuntimeError, ValueError):
             session.refuse_prompts(running)
         else:
@@ -204,7 +212,7 @@ def run_call(
     kwargs: dict[str, Any],
     ranks: tuple[int, ...],
 ) -> CellResult[Any]:
-    """Call a function on these ranks at once and wait; see `World.run`."""
+    """Call a function on all of these ranks at once, and return its values; see `World.run`."""
     names = names_of_call(session.namespace, function, args, kwargs)
     values = {"call": (function, args, kwargs), "names": names}
     with sending(session, values, ranks) as (payloads, parcels):
@@ -218,9 +226,9 @@ def run_call(
 
 
 def outdated_names(session: Session, names: Iterable[str]) -> dict[int, list[str]]:
-    """Return by rank which of these names a cell has sent and the notebook has bound again since.
+    """Return by rank those of the names that the notebook has bound again since it sent them.
 
-    During a call these names have the notebook's values, as they would in a cell.
+    During a call the returned names have the notebook's present values, as they would in a cell.
     """
     outdated: dict[int, list[str]] = {}
     for name in names:
@@ -269,7 +277,7 @@ def sending(
 
 
 def run(session: Session, task: Task, max_restarts: int = 0) -> CellResult[Any]:
-    """Run a task, and again at most `max_restarts` times if it fails; raises as `outcome`."""
+    """Run a task, again at most `max_restarts` times if it fails; return or raise as `outcome`."""
     return outcome(session, _attempts(session, task, max_restarts))
 
 

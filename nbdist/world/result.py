@@ -73,9 +73,10 @@ def as_raised(
 ) -> WorkerError:
     """Return the error as an instance of the rank's exception class too, if that is possible.
 
-    So `except ValueError` catches the error.  `kinds` are the exception's class and its bases, as
-    `module:qualified.name`; the first usable one of those that were imported here is taken.  If no
-    class can derive from both, `error.original` becomes a copy of the rank's exception.
+    With such an instance, `except ValueError` catches the error.  `kinds` are the exception's class
+    and its bases, as `module:qualified.name`; the first usable class that was imported here is
+    taken.  If no class can derive from both, `error.original` becomes a copy of the rank's
+    exception, if such a copy can be made.
     """
     contents = contents or Contents()
     for original in map(_imported_class, kinds):
@@ -113,7 +114,7 @@ def _imported_class(name: str) -> type[Exception] | None:
 def _as_both(
     error: WorkerError, original: type[Exception], contents: Contents
 ) -> WorkerError | None:
-    """Return the error as an instance of `original` too; None if no class can be both."""
+    """Return the error as an instance of `original` too; None if no class can derive from both."""
     kind, text = type(error), str(error)
     namespace = {
         "__module__": kind.__module__,
@@ -156,7 +157,7 @@ def _copy_of_original(
 
 
 def _fill(made: BaseException, contents: Contents, overrides: Mapping[str, Any]) -> None:
-    """Set the arguments and attributes of an exception, `overrides` in place of its own ones."""
+    """Set the arguments and attributes of an exception; `overrides` go before the contents'."""
     BaseException.args.__set__(made, contents.args)  # type: ignore[attr-defined]
     attributes: dict[str, Any] = object.__getattribute__(made, "__dict__")
     for name, value in contents.attributes.items():
@@ -179,15 +180,15 @@ class CellResult(Generic[R_co]):
     r"""The values that ranks have sent back: `result[1]`, `items()`.
 
     A mapping from rank to value, except that iteration yields the values in rank order.  Reading
-    values raises UsageError if the task has none.  Ranks that failed are in `errors` instead.
+    values raises UsageError if the task returns no values.  Failed ranks are in `errors` instead.
 
         result = world.execute("print('hello')\nrank + 5")
         result[1], result.stdout[1]  # (6, 'hello\n')
         result.ok  # True
         list(result)  # [5, 6, 7, 8]
 
-    `seconds` is how long the task ran.  `hosts` has the machine of each rank, and the rank's number
-    on it.
+    The task ran for `seconds` seconds.  `hosts` has the machine of each rank, and the rank's number
+    on that machine.
     """
 
     task: Task
@@ -279,12 +280,12 @@ class CellResult(Generic[R_co]):
         return self.by_rank.keys()
 
     def values(self) -> abc.ValuesView[R_co]:
-        """Return the values in rank order; UsageError if one is missing or none was asked for."""
+        """Return the values in rank order; UsageError if one is missing or none is returned."""
         self._check_values()
         return self.by_rank.values()
 
     def items(self) -> abc.ItemsView[int, R_co]:
-        """Return ranks and values; UsageError if one is missing or none was asked for."""
+        """Return ranks and values; UsageError if a value is missing or none is returned."""
         self._check_values()
         return self.by_rank.items()
 
@@ -334,9 +335,10 @@ def rows(
     cpu: Mapping[int, float] | None = None,
     lines: Mapping[int, str] | None = None,
 ) -> list[tuple[str, ...]]:
-    """Return the headings and a row for each rank, as texts, without empty columns but `ALWAYS`.
+    """Return a row of headings and a row for each rank, as texts; no rows without workers.
 
-    `cpu` has by rank the use in per cent of a core, `lines` the last line that the rank printed.
+    Columns that are empty for all ranks are left out, except for the columns in `ALWAYS`.  `cpu`
+    has by rank the use in per cent of a core, `lines` the last line that the rank printed.
     """
     cpu, lines = cpu or {}, lines or {}
     has_several = len({each.host for each in workers}) > 1
@@ -369,14 +371,17 @@ def rows(
 def log_lines(log: LogTail, pattern: re.Pattern[str] | None) -> list[str]:
     """Return the lines of a log that match the pattern, without colours.
 
-    Of a line that a progress bar has overwritten, only the last state counts.
+    If a progress bar has overwritten a line again and again, only the last text counts.
     """
     lines = (strip(line).rstrip("\r").rpartition("\r")[2] for line in log.lines)
     return [line for line in lines if pattern is None or pattern.search(line)]
 
 
 def logs_text(logs: Iterable[LogTail], who: Who = name_ranks) -> list[str]:
-    """Write the lines of logs, equal logs once, below `── ranks 0-1 (same) · stderr ──`."""
+    """Return the lines of logs below heads such as `── ranks 0-1 (same) · stderr ──`.
+
+    Equal logs of several ranks are written once.  Empty logs are left out.
+    """
     same: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for each in logs:
         if each.lines:
@@ -392,9 +397,9 @@ def logs_text(logs: Iterable[LogTail], who: Who = name_ranks) -> list[str]:
 # --- log records of workers -------------------------------------------------------------------
 
 # A record of local rank 0 on node1 goes to the logger `nbdist.node1.0`.  So the handlers and levels
-# apply that the user has set there, on `nbdist` or on the root logger.  If output is shown,
-# handlers of the root logger that write to stdout or stderr, as that of `logging.basicConfig`, are
-# skipped: they would print the record a second time, without its rank.
+# apply that the user has set on this logger, on `nbdist` or on the root logger.  If output is
+# shown, handlers of the root logger that write to stdout or stderr are skipped, such as the handler
+# of `logging.basicConfig`: they would print the record a second time, without its rank.
 
 
 def wanted_level(*, is_shown: bool) -> int | None:

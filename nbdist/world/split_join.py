@@ -21,20 +21,21 @@ from nbdist.words import name_ranks, one_line
 Joining = Literal["stack", "cat"]
 
 Slicer = Callable[[int, int], Any]
-"""A function that returns the elements from a first index up to, and without, a second one."""
+"""A function that returns the elements of a value from a first index to before a second index."""
 
 
 def bounds(length: int, parts: int) -> list[int]:
-    """Return the index at which each part begins, and then the length.
+    """Return the index at which each of `parts` parts begins, and then the length.
 
-    If the length is not divisible, the first parts have one element more, as with tensor_split.
+    If the length is not divisible by `parts`, the first parts have one element more than the last,
+    as with torch.tensor_split.
     """
     each, more = divmod(length, parts)
     return [number * each + min(number, more) for number in range(parts + 1)]
 
 
 def split(name: str, value: Any, parts: int, dim: int | None = None) -> list[Any]:
-    """Split a value into `parts` pieces along a dimension, by default the first; return them.
+    """Return `parts` pieces of a value, which is split along a dimension, by default the first.
 
     Pieces may be views of the value's memory; tables and data sets are split by rows.  Raises
     UsageError if the value cannot be split, or has no such dimension.
@@ -66,7 +67,7 @@ def _is_sparse_array(value: Any) -> bool:
 
 
 def _cutter(name: str, value: Any, dim: int | None) -> tuple[int, Slicer]:
-    """Return the number of elements of a value, and a function that returns a range of them."""
+    """Return the number of elements of a value, and a function that returns a range of elements."""
     if _is_array(value):
         return _cutter_of_array(name, value, dim or 0)
     if dim:
@@ -101,7 +102,8 @@ def _cutter_of_array(name: str, value: Any, dim: int) -> tuple[int, Slicer]:
         return value.shape[dim], lambda start, end: rows[(*before, slice(start, end))].asformat(
             value.format
         )
-    # Copied once here, since pickling an array that is not contiguous copies the array twice.
+    # If True, a part is copied once here: the pickling of an array that is not contiguous would
+    # copy the array twice.
     is_copied = bool(before) and _is_a(value, "numpy", "ndarray")
 
     def part(start: int, end: int) -> Any:
@@ -130,7 +132,7 @@ def _laid_out_as(value: Any, sparse: Any) -> Any:
 
 
 def _arrow_copy(table: Any) -> Any:
-    """Copy rows of a pyarrow table, since the pickle of a slice contains the whole table."""
+    """Return a copy of a slice of a pyarrow table, whose pickle would contain the whole table."""
     arrow = sys.modules["pyarrow"]
     sink = arrow.BufferOutputStream()
     with arrow.ipc.new_stream(sink, table.schema) as stream:
@@ -139,9 +141,10 @@ def _arrow_copy(table: Any) -> Any:
 
 
 def _rows_of(data: Any, start: int, end: int) -> Any:
-    """Select rows of a data set.
+    """Return a range of rows of a data set.
 
-    Rows of a data set in memory are copied, since the pickle would contain the whole data set.
+    The rows of a data set in memory are copied, because their pickle would contain the whole data
+    set.
     """
     rows = data.select(range(start, end))
     if rows.cache_files:  # the pickle of a data set on the disk only names the file
@@ -155,10 +158,10 @@ def _rows_of(data: Any, start: int, end: int) -> Any:
 
 
 def join(how: Joining, name: str, values: Mapping[int, Any], dim: int = 0) -> Any:
-    """Join the values of ranks in rank order: stacked along a new dimension, or concatenated.
+    """Return the joined values of ranks: stacked along a new dimension, or concatenated.
 
-    Concatenated tables become a table and lists a list; tensors become a tensor, and most other
-    values an array.  Raises UsageError if the values do not fit together.
+    Concatenated tables become a table, and concatenated lists a list.  Tensors become a tensor, and
+    most other values an array.  Raises UsageError if the values do not fit together.
     """
     kinds = fold_ranks({rank: _shape_text(value) for rank, value in values.items()})
     polars = getattr(sys.modules.get("polars"), "exceptions", None)
@@ -210,7 +213,10 @@ def _joined_tensors(how: Callable[[list[Any], int], Any], values: Sequence[Any],
 
 
 def _array(how: Literal["stack", "concatenate"], values: Sequence[Any], dim: int) -> Any:
-    """Join values as a numpy array; TypeError for an array of objects if no value is an array."""
+    """Return values joined to a numpy array; raises TypeError for values that make no array.
+
+    An array of Python objects counts as no array, unless one of the values is an array.
+    """
     import numpy as np  # a dependency of nbdist, imported only if needed
 
     if any(isinstance(value, np.ma.MaskedArray) for value in values):
@@ -222,7 +228,7 @@ def _array(how: Literal["stack", "concatenate"], values: Sequence[Any], dim: int
 
 
 def _library_of(library: str, kind: str, values: Sequence[Any]) -> ModuleType | None:
-    """Return the library if all values are of this class of the library; else None."""
+    """Return the library if all values are of its class `kind`; else None."""
     if all(_is_a(value, library, kind) for value in values):
         return sys.modules[library]
     return None
