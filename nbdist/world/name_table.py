@@ -211,7 +211,7 @@ class NameTable:
         return [name for name in sent if name not in self.namespace]
 
     def pop_deleted(self, ranks: Collection[int]) -> dict[int, tuple[str, ...]]:
-        """Return by rank the variables that the rank was sent and the notebook has deleted.
+        """Return by rank the variables that were sent to the rank and then deleted in the notebook.
 
         Each variable is returned once: from then on the table lists it as the rank's own.
         """
@@ -249,11 +249,12 @@ class NameTable:
         made: Iterable[str] = (),
         brought: Mapping[int, Collection[str]] | None = None,
     ) -> None:
-        """Record that ranks are new processes.
+        """Record that ranks are new processes, and which variables they lack.
 
-        Each rank lacks the variables that tasks had bound there, those of its variables that ranks
-        have changed, and the names that the tasks in which ranks died have `made` on any rank.
-        `brought` has by rank the names that were sent with these tasks: the rank may have had them.
+        A rank lacks the variables that tasks had bound there, and variables of the notebook that it
+        had and that ranks have changed.  It also lacks the names in `made`, which the tasks in
+        which ranks died had bound on any rank.  `brought` has by rank the names that were sent with
+        these tasks, and that the rank may have had.
         """
         kinds = {
             name: [entry.kind for entry in self._entries(name, BoundByWorker).values()]
@@ -273,7 +274,7 @@ class NameTable:
     def record_lost(self, ranks: Iterable[int]) -> None:
         """Record that new ranks lack the notebook's variables that other ranks have changed.
 
-        A rank in place of an earlier process lacks only variables that the earlier process had.
+        A rank in place of an earlier process lacks only variables that this process may have had.
         """
         kind = {name: kind_of(self._value(name)) for name in self.changed_names()}
         for rank in ranks:
@@ -282,9 +283,10 @@ class NameTable:
                 has[name] = Missing(kind=kind[name])
 
     def renumber(self, was: Mapping[int, int], after: int) -> None:
-        """Record the new numbers of `after` ranks; `was` has the old numbers of those that stay.
+        """Record the new numbers of ranks; `was` has the old numbers of the ranks that stay.
 
-        The other ranks are new, and lack all variables that any rank has bound.
+        There are `after` ranks.  The ranks that are not in `was` are new, and lack all variables
+        that any rank has bound.
         """
         losses, had = _losses(self._ranks.values()), self._ranks
         self.objects.renumber(was, after)
@@ -302,7 +304,7 @@ class NameTable:
             self.objects.known[rank] = dict(now.objects.known.get(rank, {}))
 
     def pop_lost_imports(self, ranks: Iterable[int]) -> dict[int, dict[str, str]]:
-        """Return by rank the names that were imported before the rank was replaced, with the paths.
+        """Return by rank the names, with their paths, that a new process has to import again.
 
         Each name of a rank is returned once.
         """
@@ -315,7 +317,7 @@ class NameTable:
         return imports
 
     def ranks_that_own(self, name: str) -> frozenset[int]:
-        """Return the ranks where a task has bound this name, and the notebook has not since."""
+        """Return the ranks where a task bound this name after the notebook last bound it."""
         return frozenset(self._current_entries(name, BoundByWorker))
 
     def holders(self, name: str) -> frozenset[int]:
@@ -343,17 +345,17 @@ class NameTable:
     def ranks_that_bound(self, name: str) -> frozenset[int]:
         """Return the ranks where a task has bound this name.
 
-        Unlike in `ranks_that_own`, a rank counts also if the notebook has bound the name again
-        since, as long as the notebook has not sent it.
+        Unlike in `ranks_that_own`, a rank counts even if the notebook has bound the name again
+        since, until the notebook sends the name to the rank.
         """
         return frozenset(self._entries(name, BoundByWorker))
 
     def is_older(self, name: str, ranks: Container[int]) -> bool:
-        """Return True if any of `ranks` was sent an object that the variable no longer has."""
+        """Return True if an object that the variable no longer has was sent to any of `ranks`."""
         return any(rank in ranks for rank in self.ranks_with_older(name))
 
     def ranks_with_older(self, name: str) -> list[int]:
-        """List the ranks that were sent an object which the variable no longer has."""
+        """Return the ranks to which an object was sent that the variable no longer has."""
         sent, value = self._entries(name, Sent).items(), self._value(name)
         return [
             rank
@@ -362,7 +364,7 @@ class NameTable:
         ]
 
     def changed_names(self) -> list[str]:
-        """List the variables of the notebook whose objects ranks are known to have changed."""
+        """Return the variables of the notebook whose objects ranks are known to have changed."""
         return [name for name in self._all_names() if self.is_changed(name)]
 
     def is_changed(self, name: str) -> bool:
@@ -383,7 +385,7 @@ class NameTable:
         return isinstance(self._ranks.get(rank, {}).get(name), Missing)
 
     def assigned_again(self) -> list[str]:
-        """List variables that were sent and that the notebook has bound to another object since."""
+        """Return the variables that were sent and then bound to another object by the notebook."""
         key_of = self.objects.links.key_of
         return [
             name
@@ -399,12 +401,12 @@ class NameTable:
         self._ranks[rank][name] = BoundByWorker(None, was_sent=True)
 
     def ranks_that_assigned(self, name: str) -> frozenset[int]:
-        """Return the ranks of `ranks_that_own` to which the variable was sent before."""
+        """Return the ranks in `ranks_that_own` to which the variable was sent before."""
         entries = self._current_entries(name, BoundByWorker).items()
         return frozenset(rank for rank, each in entries if each.was_sent)
 
     def names_of_kind(self, kind: int) -> list[str]:
-        """List the variables that are of this kind on any rank: modules, optimizers or tensors."""
+        """Return the variables that are of this kind on any rank, such as modules, sorted."""
 
         def is_one(name: str) -> bool:
             bound = self._entries(name, BoundByWorker).values()
@@ -423,10 +425,10 @@ class NameTable:
         return next(filter(None, paths), None)
 
     def ranks_that_have(self, name: str, token: Hashable = None) -> frozenset[int]:
-        """Return the ranks to which the notebook has sent this object or value under a name.
+        """Return the ranks to which the notebook has sent a certain object or value under a name.
 
-        `token` is its `Sent.bound_to`.  Without a token, return the ranks that have the object
-        which was sent last, if the notebook has not assigned the name since.
+        `token` is the `Sent.bound_to` of the object or value.  Without a token, return the ranks
+        that have the object which was sent last, if the notebook has not assigned the name since.
         """
         return frozenset(
             rank
@@ -435,7 +437,10 @@ class NameTable:
         )
 
     def record(self, name: str) -> Sent | None:
-        """Return the record of the value that was sent last, or else of an older one, or None."""
+        """Return the record of the value that was sent under a name; None if none was sent.
+
+        If ranks got different values, prefer the last one that the notebook has not reassigned.
+        """
         shipped = self._entries(name, Sent).values()
         return max(shipped, key=lambda each: bool(each.identity and each.is_last), default=None)
 
@@ -450,14 +455,14 @@ class NameTable:
         return owners
 
     def bound(self, rank: int) -> list[str]:
-        """List the names that tasks have bound on this rank, without those that they imported."""
+        """Return the names that tasks have bound on this rank, without imported names."""
         has = self._ranks.get(rank, {}).items()
         return sorted(
             name for name, e in has if isinstance(e, BoundByWorker) and e.import_path is None
         )
 
     def theirs(self, rank: int) -> list[str]:
-        """List the names in `bound`, and variables sent to this rank that ranks have changed."""
+        """Return the names in `bound`, and variables sent to the rank that ranks have changed."""
         sent = (name for name in self._names_of_rank(rank, Sent) if self.is_changed(name))
         return sorted({*self.bound(rank), *sent})
 
@@ -471,9 +476,9 @@ class NameTable:
         return list_names(lost, order=lost)
 
     def sources_of_lacking(self, ranks: Iterable[int]) -> dict[int, list[str]]:
-        """Return the variables that new ranks lack, by the first rank that has them.
+        """Return the variables that new ranks lack, by the rank from which they can be copied.
 
-        Variables that no rank has are left out.
+        This is the first rank that has the variable.  Variables that no rank has are left out.
         """
         sources: dict[int, list[str]] = {}
         for name in sorted(self._lacking_kinds(ranks)):
@@ -482,7 +487,7 @@ class NameTable:
         return sources
 
     def _lacking_kinds(self, ranks: Iterable[int]) -> dict[str, int]:
-        # A new worker has a `rank` of its own, even if a cell had bound that name.
+        # A new worker binds names such as `rank` itself, even if a cell had bound the name before.
         predefined = WORKERS_OWN | WORKERS_MODULES.keys()
         return {
             name: entry.kind
@@ -529,7 +534,7 @@ def _is_kept(identity: Identity | None, value: Any) -> bool:
 
 
 def _losses(had: Iterable[Mapping[str, NameEntry]]) -> dict[str, Missing]:
-    """Return the names that are lost with processes that had these entries.
+    """Return the names that are lost if all processes end that had these entries.
 
     A name that one process has bound and another has imported counts as bound.
     """

@@ -29,7 +29,7 @@ from nbdist.world.sent_objects import Parcel, SentObjects
 
 
 def _has_hidden_contents(tool: str, part: Token) -> bool:
-    """Return True if a part's contents lie in objects that code cannot see, as a tensor's memory.
+    """Return True if a part's contents lie in an object that code cannot see: a tensor's memory.
 
     `tool` is the kind of the object that has the part (`LinkEntry.tool`).
     """
@@ -55,7 +55,7 @@ class SendQuestion:
 
 
 class Outgoing:
-    """Compares the objects to which values lead with the states in which ranks were sent them.
+    """Finds what has changed in the objects to which values lead since they were sent to ranks.
 
         outgoing = Outgoing(objects, namespace, ranks)
         token = outgoing.scan_value(value)
@@ -79,9 +79,11 @@ class Outgoing:
         self.objects = objects
         self.ranks = ranks
         self.states: dict[int, ObjectState] = {}
+        # By rank and by key: the parts of an object that have changed since it was sent to the
+        # rank, or None for the whole object.
         self.changed: dict[int, dict[int, ChangedParts]] = {}
-        # By key the parts where the notebook has put a new object in place of an object that ranks
-        # have changed.
+        # By key: the parts in which the notebook has put a new object in place of an object that
+        # ranks have changed.
         self.replaced_parts: dict[int, set[Token]] = {}
         # Keys of objects that a rank had dropped, and that the notebook has changed since.
         self.unreached: set[int] = set()
@@ -119,7 +121,7 @@ class Outgoing:
 
     @cached_property
     def _sent_states(self) -> dict[int, ObjectState]:
-        """The states that ranks were sent, by key; the state of one of them if they differ."""
+        """By key, the state of an object that was sent to ranks; one state if they got several."""
         states: dict[int, ObjectState] = {}
         for rank in self.ranks:
             states |= self.objects.of(rank)
@@ -139,7 +141,7 @@ class Outgoing:
     # --- comparing ------------------------------------------------------------------------
 
     def compare(self) -> None:
-        """Find the objects, with their parts, that have changed since ranks were sent them."""
+        """Set `changed`: for each rank, the objects that have changed since the rank got them."""
         self.states = dict(self.scan.states)
         if not self.forces and self.objects.may_differ(self.ranks):
             self._scan_others()
@@ -200,10 +202,10 @@ class Outgoing:
                 self.unreached.add(key)
 
     def objects_to_inspect(self) -> dict[int, ChangedParts]:
-        """Return the objects about which ranks must be asked, by key, with their parts (None: all).
+        """Return, by key, the parts of objects about which ranks must be asked (None: all parts).
 
-        The values would change these parts on a rank, or would make the rank drop the object.  The
-        caller asks the ranks whether they have changed the parts themselves (`SendQuestion`).
+        Sending the values would change these parts on a rank, or would make the rank drop the
+        object.  The caller asks whether ranks have changed the parts themselves (`SendQuestion`).
         """
         objects: dict[int, ChangedParts] = {}
         for rank, changed in self.changed.items():
@@ -222,11 +224,12 @@ class Outgoing:
     def _dropped_by(
         self, key: int, parts: ChangedParts, known_states: Mapping[int, ObjectState]
     ) -> Iterator[tuple[Token, set[int]]]:
-        """Yield each of an object's `parts` that no longer leads to some objects, with their keys.
+        """Yield each of an object's `parts` from which objects were dropped, with their keys.
 
-        The ranks may have changed such objects: `model.half()` gives each weight new memory, and
-        the ranks may have trained the old memory.  An object that the notebook still has elsewhere
-        is left out, since ranks keep that object too, unless the part has hidden contents
+        A part has dropped the objects to which it led before, and no longer leads.  The ranks may
+        have changed a dropped object: `model.half()` gives each weight new memory, and the ranks
+        may have trained the old memory.  An object that the notebook still has elsewhere is left
+        out, since ranks keep that object too, unless the part has hidden contents
         (`_has_hidden_contents`).
         """
         before, now, links = known_states[key], self.states[key], self.objects.links
@@ -305,8 +308,8 @@ class Outgoing:
     def renew_replaced(self) -> bool:
         """Give a new key to objects whose counterpart on a rank cannot be changed in place.
 
-        Returns True if there were any.  Then the caller scans and compares all values again,
-        because an object that has such an object as a part may have to be replaced, too.  The
+        Returns True if there were such objects.  Then the caller scans and compares all values
+        again, because an object with such an object as a part may have to be replaced, too.  The
         caller repeats this until the result is False.  No rank has an object under a new key, so no
         object is replaced twice, and the repetition ends.
         """
@@ -326,7 +329,7 @@ class Outgoing:
     # --- sending --------------------------------------------------------------------------
 
     def groups(self, lacks: Mapping[int, Collection[str]]) -> list[tuple[int, ...]]:
-        """Put together the ranks that lack the same names and have the same states of objects."""
+        """Return groups of ranks that lack the same names and have the same states of objects."""
         ranks_by_signature: dict[Hashable, list[int]] = {}
         for rank in sorted(self.ranks):
             known_states = self.objects.of(rank)
@@ -337,8 +340,9 @@ class Outgoing:
     def message(
         self, values: Mapping[str, Any], rank: int
     ) -> tuple[ValueMessage, dict[int, ObjectState]]:
-        """Pickle values and changes of objects for a rank; return also the states that it gets.
+        """Pickle values and changes of objects for a rank.
 
+        Returns the message, and by key the states of objects that the rank gets by the message.
         Raises any exception of pickling.
         """
         known_states, links = self.objects.of(rank), self.objects.links

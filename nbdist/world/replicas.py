@@ -22,9 +22,11 @@ FIRST_STEPS = 2
 
 
 def find_training(done: Mapping[int, Done]) -> dict[int, Done]:
-    """Return the ranks that train a model together, as their numbers of steps suggest.
+    """Return the ranks that train a model together, as their numbers of optimizer steps suggest.
 
-    Returns no ranks if the numbers differ by more than MAX_STEPS_APART, or if no rank made a step.
+    Ranks without a step are left out if any rank has made more than FIRST_STEPS steps.  Returns no
+    ranks if no rank made a step, or if the numbers of the others differ by more than
+    MAX_STEPS_APART.
     """
     max_steps = max((each.steps for each in done.values()), default=0)
     training = {rank: each for rank, each in done.items() if each.steps or max_steps <= FIRST_STEPS}
@@ -38,7 +40,8 @@ def find_training(done: Mapping[int, Done]) -> dict[int, Done]:
 def ends_differ(done: Mapping[int, Done], *, were_cut: bool) -> bool:
     """Return True if ranks ended at different optimizer steps, or were cut inside of a step.
 
-    False if all ranks raised by themselves inside of the same step, probably at the same line.
+    Returns False for a single rank, and if all ranks raised by themselves inside of the same step,
+    probably at the same line.
     """
     last_steps = {(each.steps, each.is_in_step) for each in done.values()}
     is_inside = any(is_in_step for _, is_in_step in last_steps)
@@ -53,7 +56,7 @@ def differing_text(
     sharded: Container[str] = (),
     were_cut: bool = True,
 ) -> str:
-    """Say at which step which ranks ended, and what helps; "" if replicas seem to be equal.
+    """Say which ranks ended at which step, and what helps; "" if replicas seem to be equal.
 
     Write `Replicas may differ: ranks 0-1,3 ended after optimizer step 42, rank 2 after step 41.`.
     The commands compare `modules`, and copy them and `optimizers` from one rank.  Modules in
@@ -108,7 +111,7 @@ def _place(is_in_step: bool) -> str:  # noqa: FBT001
 
 
 def _source(done: Mapping[int, Done]) -> int:
-    """Return the rank to copy from: if possible one outside of a step, then with the most steps."""
+    """Return the rank to copy from: if possible a rank outside of a step, then the most steps."""
     return min(done, key=lambda rank: (done[rank].is_in_step, -done[rank].steps, rank))
 
 

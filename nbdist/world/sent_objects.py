@@ -37,10 +37,10 @@ NOTHING_SENT = Parcel()
 class SentObjects:
     """The notebook's objects by key, and for each rank the states in which the rank got objects.
 
-    `known` has the states by rank and key.  `theirs` has by key the parts of an object that both
-    ranks and the notebook have changed, None for the whole object: the ranks keep their own.
-    `noticed_digests` has by key the digest of an object's last state of which the user was told
-    that ranks do not get it.
+    `known` has the states by rank and key.  `theirs` has by key the parts of an object that ranks
+    keep because both ranks and the notebook have changed them, None for the whole object.
+    `noticed_digests` has by key the digest that an object's state had at the last notice that ranks
+    do not get it.
     `changed` has by key the parts that ranks are known to have changed, None for the whole object.
     `runs` grows each time that code of the notebook may have changed objects.  `have_run` is True
     if a rank has finished a task since `recovery.record_changes` last asked ranks.
@@ -98,10 +98,11 @@ class SentObjects:
     def record_finished(
         self, rank: int, received: Parcel, dead: Iterable[int], lost: Iterable[int] = ()
     ) -> None:
-        """Record the parcel that a rank received with a finished task, and the objects it deleted.
+        """Record what a rank got with a finished task, and the objects that the rank has deleted.
 
-        `dead` has the keys of all objects that the rank has deleted, `lost` the keys of those among
-        them that the rank had changed before.
+        `received` has the names and objects that came with the task.  `dead` has the keys of all
+        objects that the rank has deleted, and `lost` the keys of deleted objects that the rank had
+        changed before.
         """
         known_states = self.of(rank)
         self.lost_changes[rank] = self.lost_on(rank) - received.states.keys() | {*lost}
@@ -144,9 +145,10 @@ class SentObjects:
             self.changed.pop(key, None)
 
     def sendable_parts(self, key: int, parts: ChangedParts) -> ChangedParts | bool:
-        """Return the changed `parts` that may be sent, without those that ranks keep as their own.
+        """Return the changed `parts` that may be sent, without parts that ranks keep as their own.
 
-        Returns False for none, and True for the whole object, for which `parts` is None.
+        Returns False if nothing may be sent.  If `parts` is None, which stands for the whole
+        object, returns True if the object may be sent.
         """
         if key not in self.theirs:
             return True if parts is None else parts
