@@ -40,7 +40,7 @@ Before that the run may go on: whether it has ended cannot be checked from this 
 """
 
 SNAPSHOTS_PER_NAME = (
-    3  # removable snapshots of a name that a notebook keeps; `publish` removes older ones
+    3  # how many removable snapshots of a name a notebook keeps; `publish` removes older ones
 )
 MANIFEST = "manifest.json"
 FORMAT = 2  # the version of the formats of the manifest and of the ranks' files
@@ -60,9 +60,10 @@ class Snapshot:
     """A snapshot on the disk, as its manifest describes it.
 
     `parts` has by rank a description of the rank's file.  Before ranks unpickle their files, they
-    need the device meshes `meshes`.  `owner` identifies the notebook that wrote the snapshot, in
-    `process` and with these `versions`.  `problem` says what is wrong, as far as the manifest and
-    the files' sizes show; `distrust` says why another user could have written the snapshot.
+    need the device meshes `meshes`.  `owner` identifies the notebook that wrote the snapshot,
+    `process` the process of the notebook, and `versions` has the versions of Python and packages on
+    the ranks.  `problem` says what is wrong, as far as the manifest and the files' sizes show;
+    `distrust` says why another user could have written the snapshot.
     """
 
     name: str
@@ -114,7 +115,7 @@ def root_folder(log_dir: str | None) -> Path:
 def owner_of(pool: str) -> str:
     """Return the owner of a pool's snapshots: a text with the program, and the pool if not default.
 
-    The program is the file of the notebook or script; if none is known, the kernel or this process.
+    The program is the file of the notebook or script; if no file is known, the kernel or process.
     """
     main = vars(sys.modules["__main__"])
     # JupyterLab and VS Code tell a kernel its file.
@@ -183,10 +184,10 @@ class SnapshotStore:
         return [each for each in snapshots if each.owner == self.owner or each in lost]
 
     def find(self, key: str | None) -> Snapshot:
-        """Return the snapshot `NAME@STAMP`, or the newest of a name; by default the owner's newest.
+        """Return the snapshot `NAME@STAMP`, the newest of a name, or by default the newest of all.
 
-        Of a name, snapshots of this notebook go before those of other notebooks.  Raises UsageError
-        if there is no such snapshot.
+        By default only snapshots of this notebook count.  With a name they go before snapshots of
+        other notebooks, even if these are newer.  Raises UsageError if there is no such snapshot.
         """
         name, _, stamp = (key or "").partition("@")
         mine = self.own_snapshots()
@@ -221,7 +222,7 @@ class SnapshotStore:
         return UsageError(f"The snapshot `{snapshot.key}` is damaged: {problem}. {remedy}")
 
     def distrust_error(self, snapshot: Snapshot, why: str) -> UsageError:
-        """Return the error, with a remedy, about a snapshot that is not trusted: `why` says why."""
+        """Return the error, with a remedy, about a snapshot that is not trusted, because `why`."""
         return UsageError(
             f"`{snapshot.key}` was not restored, because {why}: restoring a snapshot can run "
             "code. If you trust everyone who could have written it, copy it to a folder of your "
@@ -328,9 +329,9 @@ class SnapshotStore:
         return is_of_this_run or not may_run
 
     def remove(self, key: str) -> list[Snapshot]:
-        """Remove this notebook's snapshots of a name, or any `NAME@STAMP`; return those removed.
+        """Remove this notebook's snapshots of a name, or any one snapshot `NAME@STAMP`.
 
-        Raises UsageError if no snapshot was removed.
+        Returns the removed snapshots.  Raises UsageError if no snapshot was removed.
         """
         newest = self.find(key)
         chosen = (
@@ -414,7 +415,7 @@ def _problem_of(path: Path, part: Written) -> str:
 
 
 def _next_stamp(folder: Path, now: float) -> str:
-    """Return the time as a stamp; if not later than the newest stamp, that stamp with a number."""
+    """Return the time `now` as a stamp; after an equal or later stamp, that stamp with a number."""
     newest = next((each.name for each in _stamped(folder)), "")
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     if stamp > newest:

@@ -68,9 +68,10 @@ def read_env_file(path: str) -> dict[str, str]:
 
 
 def parse_line(line: str) -> dict[str, str]:
-    """Return the variable that a line of a `.env` file sets, by name; `line` has no outer blanks.
+    """Return the variable that a line of a `.env` file sets, as a dict with its name and value.
 
-    The result is empty for a comment or an empty line.  Raises ValueError if a line is not valid.
+    `line` has no outer blanks.  The result is empty for a comment or an empty line.  Raises
+    ValueError if the line is not valid.
     """
     if not line or line.startswith("#"):
         return {}
@@ -97,8 +98,8 @@ _CONNECTION_FILE = re.compile(r"(-f|--f|--IPKernelApp.connection_file)[ =].*\.js
 class Here:
     """The attributes of this process that new workers inherit; cells may change most of them.
 
-    `prefixes` are the folders of this process's interpreter: another interpreter must not import
-    the packages in them.
+    `prefixes` are the folders of this process's interpreter.  Another interpreter must not import
+    packages from these folders.
     """
 
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -159,7 +160,7 @@ def make_spec(
         if log_dir:
             _check_log_folder(log_dir, spec.name)
         return _on_this_machine(spec, here)
-    # When machines have come, the head sets size, slots and backend: until then assume GPUs.
+    # The head sets size, slots and backend when machines have come; until then assume GPUs.
     backend = config.backend or topology.GPU_BACKEND
     return spec, check_nvls(backend, given, shared=config.share_gpus)
 
@@ -199,14 +200,14 @@ def scaled(
     """Return the spec changed to `size` workers, and a warning or "".
 
     If the spec has slots or GPUs, the ranks in `keep`, by default all, keep their slots; on other
-    machines the head assigns slots.  Raises UsageError if so many workers are not possible.
+    machines the head assigns slots.  Raises UsageError if this number of workers is not possible.
     """
     config = spec.config
     if config.launcher_name != LOCAL:
         config.with_changes(n=size)
         return replace(spec, world_size=size), ""
     for memory in memory_limits():
-        if size * LEAST_MEMORY > memory.limit:  # so large a number must be a typo
+        if size * LEAST_MEMORY > memory.limit:  # a number this large must be a typo
             why = f"{size:,} workers take more than the {size_text(memory.limit)} of {memory.where}"
             raise BadTopology("-n", str(size), why, topology.WORKERS_FORMS)
     cores = topology.usable_cores() if cores is None else cores
@@ -254,7 +255,8 @@ def parse_size(n: int | str, size: int) -> int:
 def given_environ(config: WorldConfig) -> dict[str, str]:
     """Return the environment variables that `--env`, `--env-file` and `--debug` set.
 
-    Raises UsageError for a bad file, a variable of `NBDIST_DECIDES`, or one that cannot be set.
+    Raises UsageError for a bad file, for a variable of `NBDIST_DECIDES`, and for a name or value
+    that cannot be in an environment.
     """
     file = config.env_file
     in_file = read_env_file(file) if file else {}
@@ -302,8 +304,8 @@ def find_python(config: WorldConfig, environ: Mapping[str, str]) -> str:
 def default_log_dir(*, is_here: bool = True) -> str:
     """Return the log folder: NBDIST_LOG_DIR (empty for no log files), or the user's state folder.
 
-    For workers on other machines (not `is_here`) the state folder begins with `~`, which each
-    machine expands itself, unless XDG_STATE_HOME is set here.
+    For workers on other machines (`is_here` is False) the state folder begins with `~`, which each
+    machine expands itself, unless XDG_STATE_HOME is set on this machine.
     """
     if "NBDIST_LOG_DIR" in os.environ:
         return os.environ["NBDIST_LOG_DIR"]
@@ -328,10 +330,11 @@ def log_limit(environ: Mapping[str, str]) -> int:
 
 
 def path_for(here: Here, given: str, *, is_foreign: bool) -> tuple[str, ...]:
-    """Return the workers' `sys.path`: `given`, from `--env PYTHONPATH=`, and then the notebook's.
+    """Return the workers' `sys.path`: the entries of `given`, and then those of the notebook.
 
-    If `is_foreign`, the workers have another interpreter with packages of its own: then the folders
-    of the notebook's interpreter are left out.
+    `given` is the user's PYTHONPATH for the workers.  If `is_foreign` is True, the workers have
+    another interpreter with its own packages, so the folders of the notebook's interpreter are left
+    out.
     """
     first = [entry for entry in given.split(os.pathsep) if entry]
     if not is_foreign:
@@ -348,10 +351,10 @@ S = TypeVar("S")
 def takes_options(
     method: Callable[Concatenate[S, P], None],
 ) -> Callable[Concatenate[S, P], None]:
-    """Let a method whose arguments are options of a world also take their former names.
+    """Let a method whose arguments are options of a world also take the options' former names.
 
-    The method then raises UnknownArgument for another name.  Its own signature and docstring stay:
-    editors read both without running the code.
+    The method then raises UnknownArgument for any other name.  The method's signature and docstring
+    stay as they are written, because editors read both without running the code.
     """
 
     @wraps(method)
@@ -382,12 +385,13 @@ class NotebookSurroundings:
         self._start = self._last = Here()
         self._last_changes: Mapping[str, str | None] = {}
         self._new = dict[str, bool]()  # environment variables that changed; True if ranks follow
-        self._here = self._compare()  # at once: the spec may be of a world that was taken over
+        self._here = self._compare()  # the spec of a world that was taken over may be an old one
 
     def now(self) -> Surroundings | None:
-        """Return the changes since the spec was made that ranks must make too; None without any.
+        """Return the notebook's folder, and the changes of `sys.path` and environment, for ranks.
 
-        Environment variables that the user or nbdist has set for the ranks stay as they are.
+        Returns None if ranks need not follow any change since the spec was made.  Environment
+        variables that the user or nbdist has set for the ranks stay as they are.
         """
         last = self._last
         with suppress(FileNotFoundError):  # the folder was removed: keep the last state
@@ -400,8 +404,8 @@ class NotebookSurroundings:
     def pop_note(self, cells: Iterable[str]) -> str:
         """Return a line about environment variables that have changed since the last call, or "".
 
-        The line names only variables that occur in `cells`: imports set other variables, which are
-        of no interest to the user.
+        The line names only variables that occur in the sources `cells`.  Other variables may have
+        been set by imports, which do not interest the user.
         """
         new, self._new = self._new, {}
         named = {*re.findall(r"\w+", " ".join(cells))} if new else set[str]()

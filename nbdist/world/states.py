@@ -33,7 +33,7 @@ class WorldState(Enum):
 
     @property
     def has_workers(self) -> bool:
-        """Whether the world has worker processes that can be asked or ended."""
+        """Whether the world has worker processes that can answer requests or be ended."""
         return self not in (
             WorldState.STOPPED,
             WorldState.STOPPING,
@@ -77,7 +77,7 @@ TRANSITIONS: dict[tuple[WorldState, Event], WorldState] = {
     (WorldState.HEALING, Event.HEAL_FAILED): WorldState.BROKEN,
     (WorldState.HEALING, Event.RANK_DIED): WorldState.HEALING,
     (WorldState.STOPPING, Event.STOPPED): WorldState.STOPPED,
-    # Messages of the workers that were still unread when their end was requested.
+    # Messages of workers can still be unread when the end of the workers is requested.
     (WorldState.STOPPING, Event.RANK_DIED): WorldState.STOPPING,
     (WorldState.STOPPING, Event.ABORTED): WorldState.STOPPING,
     (WorldState.LOST, Event.START): WorldState.STARTING,
@@ -99,7 +99,7 @@ def next_state(state: WorldState, event: Event) -> WorldState:
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """The machine of each rank, and the rank's number on that machine, counted from 0."""
+    """By rank: the name of the rank's machine, and the rank's number on that machine, from 0."""
 
     by_rank: Mapping[int, tuple[str, int]] = field(default_factory=dict)
 
@@ -151,7 +151,7 @@ class Renumbering:
     """A change of the ranks' numbers.
 
     `before` and `after` are the old and the new world size.  `became` has the new number of each
-    old rank that is still there; a rank that was restarted in place counts as the same rank.
+    old rank that still exists; a rank that was restarted in place counts as the same rank.
     """
 
     before: int
@@ -165,7 +165,7 @@ class Renumbering:
 
     @property
     def was(self) -> Mapping[int, int]:
-        """The old number of each old rank that is still there, by its new number."""
+        """The old number of each old rank that still exists, by its new number."""
         return {new: old for old, new in self.became.items()}
 
     @property
@@ -174,7 +174,7 @@ class Renumbering:
         return tuple(rank for rank in range(self.after) if rank not in self.was)
 
     def then(self, later: Renumbering) -> Renumbering:
-        """Combine this change and a later one into one change."""
+        """Return this change and a later one, combined to one change."""
         became = {old: later.became[now] for old, now in self.became.items() if now in later.became}
         return Renumbering(self.before, later.after, became)
 
@@ -263,9 +263,9 @@ class Prompts:
         self._last, self._answered = rank, now
 
     def next(self, now: float, unfinished: Collection[int]) -> int | None:
-        """Return the rank whose prompt the user should answer now.
+        """Return the rank whose prompt the user should answer now; None to wait.
 
-        Returns None if there is no prompt, or if a rank that would come first may ask soon.
+        Returns None if there is no prompt, or if a rank whose prompt would come first may ask soon.
         """
         if not self._open:
             return None
@@ -285,7 +285,7 @@ class Prompts:
         return f"[rank {rank}] {self._open[rank].prompt}"
 
     def answers(self, rank: int, typed: str, size: int) -> dict[int, str]:
-        """Return the input for ranks, by rank, from a line that was typed at the prompt of `rank`.
+        """Return the input for each rank, from a line that was typed at the prompt of `rank`.
 
         Usually the whole line is input for `rank` alone.  In a debugger, `-r all c` sends `c` to
         all ranks that wait in a debugger now.  Raises UsageError if no named rank waits in a
@@ -302,7 +302,10 @@ class Prompts:
 
     @property
     def text(self) -> str:
-        """`rank 3 waits for your input`, for several debuggers also how to answer all; or ""."""
+        """A text such as `rank 3 waits for your input`; "" without prompts.
+
+        If several ranks are in the debugger, the text also says how to answer all of them.
+        """
         ranks = self.ranks
         if not ranks:
             return ""

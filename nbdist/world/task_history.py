@@ -1,8 +1,9 @@
 """The history of a world's tasks: set-up cells for new workers, and past tasks, to export them.
 
 Runs in the notebook's process.  `Workers` has one `Setup` and one `TaskHistory`;
-`nbdist.world.recovery` runs the set-up cells and adds tasks that have ended.  The history is
-bounded, and has texts and names but no values of variables.
+`nbdist.world.recovery` runs the set-up cells and adds tasks that have ended.  `TaskHistory` is
+bounded, and has texts and names but no values of variables.  `Setup` also keeps the values of the
+variables that were sent with set-up cells.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from nbdist.world.states import Renumbering
 from nbdist.world.task_run import TaskRun
 
 ANY = -1
-"""Takes the place of a rank in `Task.names` of a set-up cell, for names that each rank gets."""
+"""The key in `Task.names` of a set-up cell, in place of a rank, for names that each rank gets."""
 
 
 class Setup:
@@ -43,7 +44,8 @@ class Setup:
     ) -> None:
         """Keep a cell for new workers, in place of an earlier cell with the same key.
 
-        `segment`, which has the names of the cell, is closed when the cell is not kept any more.
+        `segment` has the values of the cell's variables, and is closed once the cell is not kept
+        any more.
         """
         self.tasks[key] = replace(task, attempt=Attempt())
         self._parcels.pop(key, None)
@@ -71,14 +73,14 @@ class Setup:
         self.tasks.clear()
 
     def renumber(self, ranks: Renumbering) -> None:
-        """Change the ranks of the cells to their new numbers.
+        """Change the ranks of the set-up cells to the ranks' new numbers.
 
         A cell for all ranks becomes a cell for all ranks of the new size.
         """
         for key, task in self.tasks.items():
             if task.ranks == tuple(range(ranks.before)):
                 self.tasks[key] = replace(task, ranks=tuple(range(ranks.after)))
-            elif ranks.moved:  # if none has moved, keep lost ranks: they may come back
+            elif ranks.moved:  # if no rank has moved, keep lost ranks, which may come back
                 self.tasks[key] = replace(task, ranks=ranks.of(task.ranks))
 
 
@@ -96,8 +98,9 @@ class PastTask:
     `text` is a cell's source, a script's name and arguments, or an op's name.  `number` is 5 for
     the notebook's cell `In [5]`.  `on_all` is True if the task ran on all ranks.  `made` are the
     names that the task bound and did not import.  `shows_value` is True if the value of the last
-    line was displayed, `draws` if an image was.  All runs of tasks are numbered: `first` and `last`
-    are the numbers of the first and the last of the `runs` that this entry is for.
+    line was displayed, and `draws` is True if an image was displayed.  An entry can be for several
+    `runs` of a cell.  All runs of all tasks are numbered, and `first` and `last` are the numbers of
+    the first and the last run that this entry is for.
     """
 
     kind: TaskKind
@@ -117,7 +120,7 @@ class PastTask:
 
 @dataclass(frozen=True, slots=True)
 class SentName:
-    """A variable of the notebook that was sent to workers with the task of this number."""
+    """A variable of the notebook that was sent to workers with the task of the number `task`."""
 
     task: int
     name: str
@@ -125,11 +128,12 @@ class SentName:
 
 
 class TaskHistory:
-    """The tasks that have ended since the start of the workers, the oldest dropped beyond limits.
+    """The tasks that have ended since the start of the workers.
 
-    `forgotten` counts tasks that were dropped beyond the limits, or that ran before this notebook
-    took the world over.  `gathered` has expressions that were gathered, and `sent` has variables of
-    the notebook that were sent.
+    If there are too many tasks, or their texts are too long, the oldest tasks are dropped.
+    `forgotten` counts tasks that were dropped, or that ran before this notebook took the world
+    over.  `gathered` has expressions that were gathered, and `sent` has variables of the notebook
+    that were sent.
     """
 
     def __init__(self) -> None:
@@ -189,12 +193,12 @@ class TaskHistory:
             self._characters = sum(len(task.text) for task in self._tasks.values())
 
     def has_cell(self, task: Task) -> bool:
-        """Return True if the history has a cell with this source, or an entry under this key."""
+        """Return True if the history has a cell with the task's source, or an entry of its key."""
         same = (each.text == task.source for each in self._tasks.values() if each.kind == "cell")
         return task.key in self._tasks or any(same)
 
     def sent_before(self, task: int) -> Mapping[str, SentName]:
-        """Return by name the last record of each variable that was sent up to this task."""
+        """Return by name the last record of each variable, up to the task of this number."""
         return {each.name: each for each in self.sent if each.task <= task}
 
     def _drop(self, key: str) -> PastTask | None:
@@ -204,9 +208,9 @@ class TaskHistory:
 
 
 def _entry_of(running: TaskRun, now: int) -> PastTask | None:
-    """Return the entry of a task that has ended; None if it has no text, or is an op without names.
+    """Return the entry of a task that has ended; None if the task does not get an entry.
 
-    An op counts only if it has bound a name.
+    A task without a text, and an op that has bound no name, get no entry.
     """
     task = running.task
     kind: TaskKind

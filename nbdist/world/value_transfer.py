@@ -92,7 +92,8 @@ def gather(
 def _check_spread(replies: Mapping[int, Brought], ranks: Sequence[int]) -> None:
     """Raise UsageError unless all sharded values can be assembled.
 
-    All ranks that hold a part of a value have to be among `ranks`, with the same sharding of it.
+    All ranks that hold a part of a value have to be among `ranks`, and must shard it in the same
+    way.
     """
     for brought in replies.values():
         for number, part in enumerate(brought.spread):
@@ -111,7 +112,7 @@ def _check_spread(replies: Mapping[int, Brought], ranks: Sequence[int]) -> None:
 
 
 def _read(session: Session, task: Task, replies: Mapping[int, Brought]) -> list[dict[int, Any]]:
-    """Return for each expression the values by rank; UsageError if a rank has no value."""
+    """Return for each expression its values by rank; raises UsageError if a rank has no value."""
     try:
         if error := missing_error(session, replies):
             raise error
@@ -128,7 +129,7 @@ def _read(session: Session, task: Task, replies: Mapping[int, Brought]) -> list[
 
 
 def missing_error(session: Session, replies: Mapping[int, Brought]) -> UsageError | None:
-    """Return the error that names ranks without a value; None if all ranks have one."""
+    """Return the error that names the ranks without a value; None if all ranks have a value."""
     lacking = {rank: each for rank, each in replies.items() if each.packed is None}
     if not lacking:
         return None
@@ -159,7 +160,7 @@ def _missing_text(session: Session, name: str, replies: Mapping[int, Brought]) -
 def bind_steps(
     session: Session, take: Task, work: Work, shipped: Mapping[int, Parcel] | None = None
 ) -> Iterator[TaskRun]:
-    """Send the task `take`, then a task with `work`; yield each, so that the caller waits for it.
+    """Send the task `take`, then a task with `work`; yield each, for the caller to wait for it.
 
         for running in bind_steps(session, take, OpCall("values.bind_scattered")):
             session.wait(running)
@@ -186,8 +187,9 @@ def commit(
 ) -> TaskRun:
     """Let the ranks of a finished task bind the values that they have received by it.
 
-    Raises an error, with nothing bound, if a rank has died or was replaced since, or if no task can
-    be sent.  The first Stop does not interrupt the returned task.
+    Returns the task in which the ranks bind the values; the first Stop does not interrupt it.
+    Raises an error, with nothing bound, if a rank has died or was replaced since it received the
+    values, or if no task can be sent.
     """
     session.receive_waiting()
     recovery.heal(session)
@@ -204,7 +206,10 @@ def commit(
 
 
 def bind(session: Session, take: Task, work: Work) -> TaskRun:
-    """Run the tasks of `bind_steps`; return the last, or raise its error or KeyboardInterrupt."""
+    """Run the tasks of `bind_steps`, and return the last one.
+
+    Raises the error of the last task, and KeyboardInterrupt after Stop.
+    """
     for running in bind_steps(session, take, work):
         session.wait(running)
     session.check(running)
@@ -260,8 +265,9 @@ class Scatter:
         return f"{self.name}: {sum(self._sizes.values())} {self._unit}, {', '.join(texts)}"
 
     def packing(self) -> Generator[int, None, None]:
-        """Copy each part to shared memory, if it is not small; yield the bytes copied so far."""
-        # Small parts are in the message itself; all ranks get that message, hence the division.
+        """Copy parts that are not small to shared memory; yield the bytes copied so far."""
+        # Small parts are in the task's message.  All ranks get all parts in that message, so the
+        # limit for a part is divided by the number of ranks.
         limit, done = INLINE_LIMIT // len(self.ranks), 0
         for rank, frames in self._frames.items():
             with closing(StepwiseValue(packing(frames, limit))) as steps:
@@ -273,9 +279,9 @@ class Scatter:
             done += size_of(frames)
 
     def tasks(self) -> tuple[Task, OpCall]:
-        """Return the arguments of `bind`: the task in which ranks receive, the work that binds.
+        """Return arguments of `bind`: the task in which ranks receive, and the work that binds.
 
-        Call this function after `packing` has ended.
+        Call this method after `packing` has ended.
         """
         arguments = {"name": self.name, "parts": self._payloads}
         take = self._session.task(OpCall("values.scatter", arguments), ranks=self.ranks)
@@ -289,7 +295,7 @@ class Scatter:
 def sync(
     session: Session, names: Sequence[str], source: int, ranks: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Copy variables from the rank `source` to others; see `World.sync`.
+    """Copy variables from the rank `source` to other ranks; see `World.sync`.
 
     Returns the ranks that bound copies.  Either all receivers bind the variables or none does.
     """
@@ -334,7 +340,7 @@ def sync(
 
 @dataclass(frozen=True)
 class Restored:
-    """The result of `restore`: the `names` of `snapshot` that were bound on `ranks`."""
+    """The result of `restore`: the `names` of a snapshot's variables that were bound on `ranks`."""
 
     snapshot: Snapshot
     names: tuple[str, ...]
@@ -349,9 +355,10 @@ def save(
 ) -> Snapshot:
     """Write variables of each rank to a new snapshot; see `World.snapshot`.
 
-    By default the variables are all that cells have bound or changed on the rank, without those
-    that cannot be pickled.  Raises UsageError, and leaves no snapshot, if files cannot be written,
-    if one of `names` is on no rank or cannot be pickled, or if there is no variable to write.
+    By default these are all variables that cells have bound or changed on the rank, without
+    variables that cannot be pickled.  Raises UsageError, and leaves no snapshot, if files cannot be
+    written, if one of `names` is on no rank or cannot be pickled, or if there is no variable to
+    write.
     """
     name = store.default_name if name is None else name
     if names is None:
@@ -446,7 +453,7 @@ def _problem(parts: Mapping[int, Written | Loaded]) -> str:
 def _sources(
     snapshot: Snapshot, size: int, ranks: Sequence[int] | None, from_rank: int | None
 ) -> dict[int, int]:
-    """Return for each rank which rank's file of the snapshot to read; UsageError without one."""
+    """Return by rank the old rank whose file it reads; UsageError if the snapshot lacks a file."""
     on, before = range(size) if ranks is None else ranks, len(snapshot.parts)
     of = count(before, "rank") + (f" (0-{before - 1})" if before > 1 else "")
     if from_rank is not None:

@@ -2,8 +2,8 @@
 
 Runs in the notebook's process and does no I/O.  `nbdist.world.inbox` makes `Widgets` at the first
 message of a widget and passes outputs through it; `nbdist.notebook.rich_output` passes messages to
-the page and from the page.  While a cell runs, another thread may pass the page's messages: hence
-the lock.
+the page and from the page.  `Widgets` has a lock, because another thread may pass messages of the
+page while a cell runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NOT_ITS_OWN = "(a message was dropped: it is for a widget of another rank)"
 UNKNOWN_WIDGET = "(this page does not have this widget: run the cell again that makes it)"
 
 MAX_WIDGET_OUTPUTS, MAX_WIDGET_TEXT = 500, 200_000
-"""An `Output` widget keeps so many of its last outputs, and so many last characters of a text."""
+"""The most outputs that an `Output` widget keeps, and the most characters of each text in it."""
 
 
 @dataclass
@@ -135,7 +135,7 @@ class Widgets:
         self._messages.append(comm)
 
     def _begin_or_end(self, model: Model, comm: Comm) -> None:
-        """Begin or end the capturing of outputs by a widget, if the message has a `msg_id`.
+        """Let a widget begin or end to capture outputs, if the message has a `msg_id`.
 
         An empty `msg_id` ends the capturing.
         """
@@ -169,7 +169,7 @@ class Widgets:
         self._written[name] = None
 
     def _shown(self, output: Display | DisplayUpdate) -> Display | DisplayUpdate:
-        """Return the display, or its text and a remedy if the notebook lacks the widget's model."""
+        """Return the display, or only its text with a remedy if the widget's model is not known."""
         view = output.data[WIDGET]
         name = str(view.get("model_id", "")) if isinstance(view, Mapping) else ""
         if name in self.models:
@@ -199,7 +199,7 @@ class Widgets:
     def _for_page(self, comm: Comm) -> Comm:
         """Return a message without the parts by which a page would capture outputs itself.
 
-        `pop_messages` has the outputs of an `Output`: `msg_id` and echoes of outputs are left out.
+        `msg_id` and echoes of outputs are left out, because `Widgets` captures outputs itself.
         """
         model = self.models.get(comm.id)
         state = comm.data.get("state")
@@ -212,7 +212,7 @@ class Widgets:
     def from_page(self, comm: Comm) -> int | None:
         """Update a model by a message of a page; return the rank that has to get the message.
 
-        Returns None if there is no such model (any more).
+        Returns None if the message's model does not exist (any more).
         """
         with self._lock:
             if (model := self.models.get(comm.id)) is None:
@@ -224,7 +224,7 @@ class Widgets:
             return model.rank
 
     def whole(self, name: str) -> Comm | None:
-        """Return the state of a model as the message that a page asks for; None without a model."""
+        """Return a message for a page with the whole state of a model; None without this model."""
         with self._lock:
             if (model := self.models.get(name)) is None:
                 return None
@@ -243,7 +243,7 @@ class Widgets:
                     self._messages.append(Comm("comm_close", name, {}, {}))
 
     def renumber(self, became: Mapping[int, int]) -> None:
-        """Change the models' ranks to their new numbers; close the widgets of ranks without one."""
+        """Change the models' ranks to the new numbers; close the widgets of ranks that are gone."""
         with self._lock:
             self.end({model.rank for model in self.models.values()} - became.keys())
             self._capturing.clear()
@@ -264,11 +264,11 @@ MODEL_REFERENCE = "IPY_MODEL_"  # the prefix of an id in a state that refers to 
 def merged(comms: Iterable[Comm]) -> list[Comm]:
     """Return the messages, with successive changes of a widget's state joined to one message.
 
-    Otherwise a loop that moves a slider would send the page a message for each step and rank, and
-    Jupyter's server drops messages beyond 1,000 a second.  Only numbers and texts are replaced by
-    later values: plotly sends a call as another value and then None, and both must arrive.
-    Changes right after the opening of a widget are put into the message that opens it, because
-    anywidget loses messages that come while a page loads its code.
+    Without this, a loop that moves a slider would send the page a message for each step and rank,
+    and Jupyter's server drops messages beyond 1,000 a second.  Only numbers and texts are replaced
+    by later values: plotly sends a call as a value of another type and then None, and both must
+    arrive.  Changes right after the opening of a widget are put into the message that opens the
+    widget, because anywidget loses messages that come while a page loads its code.
     """
     result: list[Comm] = []
     fresh: dict[str, int] = {}  # by id, the index in `result` of an opening message without buffers

@@ -56,7 +56,7 @@ LATE_KEPT = 1000  # the most outputs outside of tasks that are kept, such as out
 
 
 class KeptVariables(NamedTuple):
-    """Variables that a restart keeps: their names, and by rank a pickle of them, as frames."""
+    """Variables that a restart keeps: their names, and by rank their pickle, as frames."""
 
     names: tuple[str, ...] = ()
     frames: Mapping[int, list[bytes]] = {}
@@ -66,8 +66,9 @@ class Workers:
     """The workers of a world, and the connection to their agent.
 
     `Session` is the subclass that runs tasks.  Several tasks can run side by side on different
-    ranks: `runs` has each task of which a rank has not finished, and `running` the task that was
-    sent last.  Any thread may set `kernel_exiting` when this process is about to end.
+    ranks: `running` is the task that was sent last, and `runs` has this task and the tasks that
+    ranks still ran when it was sent.  Any thread may set `kernel_exiting` when this process is
+    about to end.
     """
 
     def __init__(self, config: WorldConfig, attached: Attached | None = None) -> None:
@@ -77,25 +78,26 @@ class Workers:
         self.pids: Mapping[int, int] = {}
         self.logs: Mapping[int, str] = {}
         self.missing: tuple[str, ...] = ()  # sentences about features that libraries lack
-        # Why the ranks share no group, how lost machines come back, a warning about the options.
+        # Texts for the user: why the ranks share no group, how lost machines can join again, and a
+        # warning about the options.
         self.problem = self.rejoin_hint = self.warning = ""
         self.folder_note = ""  # where workers start if the notebook's folder was removed
         self.machines = Machines()
         self.is_elsewhere = False  # True if a head manages the workers, on one or several machines
         self.late: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)  # rank, output outside of tasks
-        self.curves = Curves()  # of all tasks, also of tasks before a restart
+        self.curves = Curves()  # the curves of all tasks, also of tasks before a restart
         self.names = NameTable(self.namespace)
         self.dead: dict[int, Died] = {}
         self.replaced: dict[int, Died] = {}  # deaths of restarted ranks, until the user is told
         # Process ids of dead ranks whose death a cell has reported before they could be replaced.
         self.told_deaths: set[int] = set()
         self.setup, self.past = Setup(), TaskHistory()
-        self.kept = KeptVariables()  # of a restart that has failed, for the next try
+        self.kept = KeptVariables()  # the variables of a failed restart, for the next try
         # The policy that was carried out last: a requested restart always heals.
         self.last_policy: OnFailure = "heal"
-        self.renumbering = Renumbering(0, 0, {})  # of the last time that the group was formed again
+        self.renumbering = Renumbering(0, 0, {})  # the change when the group was last formed again
         self._renumbered: Renumbering | None = None  # all changes since `pop_renumbering`
-        self.joined: dict[str, None] = {}  # machines that have come, and could have ranks
+        self.joined: dict[str, None] = {}  # machines that have joined, and that could have ranks
         self.widgets: Widgets | None = None  # made for the first widget that a page can show
         self.shows_widgets = False
         self.lost: AgentLost | None = None
@@ -144,7 +146,7 @@ class Workers:
         """Return the number of workers that `n`, such as "auto", means for this world."""
         workers = topology.parse_workers(str(n))
         if self.config.launcher_name != LOCAL and not isinstance(workers, int):
-            return self.size  # which the other machines have already determined
+            return self.size  # the other machines have already determined the size
         return topology.resolve(workers, len(self.spec.gpus), topology.usable_cores())
 
     @property
@@ -170,17 +172,17 @@ class Workers:
 
     @property
     def is_whole(self) -> bool:
-        """Whether free ranks can run a task now: the ranks share their group, or need none."""
+        """Whether free ranks can run a task now, because all ranks share a group or need none."""
         return self._state is WorldState.READY
 
     @property
     def is_broken(self) -> bool:
-        """Whether the group must be formed again, for which no rank may run a task."""
+        """Whether the group must be formed again, which requires that no rank runs a task."""
         return self._state is WorldState.BROKEN
 
     @property
     def known_runs(self) -> list[TaskRun]:
-        """The tasks that messages can be about: those in progress, and the task sent last."""
+        """The tasks that messages can be about: tasks in progress, and the task sent last."""
         last = self.running
         return self.runs if last is None or last in self.runs else [*self.runs, last]
 
@@ -269,7 +271,8 @@ class Workers:
         if self.widgets is not None:
             self.widgets.end()
         self.joined, self._remembered = {}, HandoverState()
-        # Objects keep their keys: the pickles of variables that a restart keeps refer to them.
+        # Objects keep their keys, because the pickles of variables that a restart keeps refer to
+        # objects by their keys.
         before = self.names.objects
         self.names, self.past = NameTable(self.namespace), TaskHistory()
         self.names.objects.follow(before)
@@ -336,12 +339,12 @@ class Workers:
             self.replaced.pop(rank, None)
 
     def pop_renumbering(self) -> Mapping[int, int]:
-        """Return by old number the new numbers of ranks that moved since the last call."""
+        """Return by old number the new number of each rank that has moved since the last call."""
         renumbering, self._renumbered = self._renumbered, None
         return renumbering.moved if renumbering else {}
 
     def pop_late_outputs(self) -> list[tuple[int, Any]]:
-        """Return the outputs outside of tasks since the last call, with their ranks."""
+        """Return outputs outside of tasks since the last call, each with its rank before it."""
         outputs, self.late = [*self.late], deque(maxlen=LATE_KEPT)
         return outputs
 

@@ -63,11 +63,11 @@ class World:
     single rank.  They raise BadRanks if the argument selects no rank, or a rank that is missing.
 
     Args:
-        n: how many workers: a number, "auto" (one per GPU; without any one per core, at most
-            4), "gpu" or "cpu" (one per core).
+        n: how many workers: a number, "auto" (one per GPU, or without GPUs one per core, at most
+            4), "gpu" (one per GPU) or "cpu" (one per core).
         layout: nodes and workers per node: "2x4"; "4" is one node.  "1:2x4" starts with 1 node
-            and adds the other when it arrives.  With `n` fewer of the workers are used.  On one
-            machine the nodes are simulated.
+            and adds the other when it arrives.  With `n` the world has only n of these workers.
+            On one machine the nodes are simulated.
         backend: "gloo", "nccl", "cpu:gloo,cuda:nccl", or "none" for no group; by default nccl
             for GPUs beside gloo for the CPU, or gloo alone.
         gpus: the GPUs to use, as torch counts them: "0,1,3".
@@ -83,7 +83,7 @@ class World:
         wrap: a command in front of each worker's: "nice -n 5", "apptainer exec img".
         fork: False starts each worker as a new interpreter instead of forking it from one that
             has imported torch.
-        cpus: cores for each worker; a worker has as many threads, unless OMP_NUM_THREADS is
+        cpus: cores for each worker; a worker has this many threads, unless OMP_NUM_THREADS is
             set.
         launcher: how machines are reached: "local", "ssh" (the default with `hosts`), "slurm"
             (the default with `salloc` and in a Slurm allocation), "join", "ray", or an entry
@@ -180,8 +180,8 @@ class World:
 
             [row.memory / 2**20 for row in world.status()]  # MiB by rank
 
-        A row's `memory` is in bytes (of memory that n processes share a worker has 1/n), its
-        `busy_seconds` and `cpu_seconds` are in seconds.  Without workers the result is empty.
+        A row's `memory` is in bytes; memory that n processes share counts as 1/n for each of them.
+        Its `busy_seconds` and `cpu_seconds` are in seconds.  Without workers the result is empty.
         """
         rows: tuple[WorkerStatus, ...] = self.session.ask(GetStatus())
         return rows
@@ -218,13 +218,13 @@ class World:
 
     @property
     def _started(self) -> Session:
-        """The session, with workers that are started now if they never were before."""
+        """The session, after the workers were started if they never were before."""
         self._start_if_new()
         return self._ready
 
     @property
     def _ready(self) -> Session:
-        """The session; `PoolWorld` first waits until all ranks can get a task."""
+        """The session; the subclass `PoolWorld` first waits until all ranks can get a task."""
         return self.session
 
     def _start_if_new(self) -> None:
@@ -232,9 +232,9 @@ class World:
             self.start()
 
     def _select(self, ranks: RankSelection | None, rank: int | None) -> tuple[int, ...]:
-        """Return the ranks that the arguments select; starts the workers if they never were.
+        """Return the ranks that the arguments select; start the workers if they never were.
 
-        `PoolWorld` then waits until no job runs on the ranks.
+        The subclass `PoolWorld` then waits until no job runs on the ranks.
         """
         self._start_if_new()
         return self.session.select_ranks(ranks, rank)
@@ -276,7 +276,8 @@ class World:
             names: variables that are bound on the ranks before the source runs.
             fetch: names or expressions whose values are returned.  `result[i]` is the value on rank
                 i for a single name, a mapping from name to value for several.  Without `fetch`,
-                `result[i]` is the last expression's value, if less than 64 KiB and not on a GPU.
+                `result[i]` is the last expression's value, if that value has less than 64 KiB and
+                is not on a GPU.
             setup: run the source again in every new worker, with the same variables.
 
         Raises:
@@ -440,9 +441,10 @@ class World:
         rank: int | None = None,
         **arguments: Any,
     ) -> CellResult[Any]:
-        """Call an op of nbdist, such as `memory.clean`, on all ranks or some: `nbdist.worker.ops`.
+        """Call an op of nbdist, such as `memory.clean`, on all ranks or some.
 
-        `.rank(i)` of the result is the op's value on rank i.  Raises the errors of `execute`.
+        Ops are functions in `nbdist.worker.ops`.  `.rank(i)` of the result is the op's value on
+        rank i.  Raises the errors of `execute`.
         """
         on = self._select(ranks, rank)
         return remote_call.run(self.session, self.session.task(OpCall(op, arguments), ranks=on))
@@ -543,21 +545,24 @@ class World:
     def submit(self, task: Task, patience: Patience | None = None) -> TaskRun:
         """Send a task to its ranks without waiting for its end; pass the returned run to `follow`.
 
-        `patience` is for this task alone; by default the world's is used.  Raises the errors of
-        `Session.submit`.
+        `patience` has timeouts for this task alone; by default the world's timeouts are used.
+        Raises the errors of `Session.submit`.
         """
         before, session = self.session.everyone, self._started
         return session.submit(session.with_current_ranks(task, before), patience)
 
     def follow(self, running: TaskRun, *, answers: bool = False) -> Following:
-        """Yield output until the task has ended, as `Session.follow`; then check `error()`."""
+        """Yield output until the task has ended, as `Session.follow` does.
+
+        The caller then has to check `running.error()`.
+        """
         return self.session.follow(running, answers=answers)
 
     def catch_up(self) -> CellResult[Any] | None:
         """Show the output of the tasks that ran when this world was attached, until all have ended.
 
-        Returns the result of the last task, and raises as `execute`; returns None if no task ran
-        then, or if all are over.
+        Returns the result of the last of these tasks, and raises as `execute`.  Returns None if no
+        task ran then, or if all have ended already.
         """
         result = None
         for running in [*self.session.runs]:  # in the order in which the tasks were sent
@@ -587,7 +592,7 @@ class World:
         self.session.replace(ranks, keep)
 
     def scale(self, n: int | str | None = None, *, ranks: RankSelection | None = None) -> None:
-        """Change the number of workers to 3, by "+2" or by "-1"; or keep only these `ranks`.
+        """Change the number of workers: to 3, by "+2" or by "-1"; or keep only some `ranks`.
 
             world.scale(3)
             world.scale("+1")
@@ -617,9 +622,9 @@ class World:
             world.sync(["z"])  # (1, 2, 3): the ranks that had no `z`
             world.sync(["model", "optimizer"], source=1, ranks=[0])
 
-        Returns the ranks that have received them.  By default the receivers are the ranks that
-        lack one of the variables; with `ranks` they are these ranks, whatever they have.  All
-        variables are copied together: a model and its optimizer still share parameters.  CUDA
+        Returns the ranks that have received the variables.  By default the receivers are the ranks
+        that lack one of the variables; `ranks` names other receivers, whatever they have.  All
+        variables are copied together, so a model and its optimizer still share parameters.  CUDA
         tensors arrive on the rank's own GPU.  Raises UsageError for a name that cannot be copied.
         """
         session = self._ready
@@ -640,7 +645,7 @@ class World:
     # --- what workers have ----------------------------------------------------------------
 
     def clean(self, ranks: RankSelection | None = None) -> CellResult[Cleaned]:
-        """Release memory that workers do not need; return their bytes before and after.
+        """Release memory that workers do not need; return each worker's bytes before and after.
 
             before, after = world.clean().rank(0).memory
 
@@ -657,8 +662,9 @@ class World:
 
         By default all variables that cells have bound or changed are written, under the name of the
         notebook.  The states of the random number generators are saved too.  `restore` reads the
-        snapshot, in this world or a later one.  Of each name the notebook's 3 newest snapshots are
-        kept.  Raises UsageError if the snapshot cannot be written; nothing has changed then.
+        snapshot, in this world or a later one.  At least the notebook's 3 newest snapshots of each
+        name are kept.  Raises UsageError if the snapshot cannot be written; nothing has changed
+        then.
         """
         return value_transfer.save(self._ready, self.snapshot_store, _names_in(variables), name)
 
@@ -683,7 +689,7 @@ class World:
 
     @property
     def snapshot_store(self) -> SnapshotStore:
-        """The store with the snapshots of this notebook and others, in `root_folder`."""
+        """The store with the snapshots of this notebook and others, in the `root_folder`."""
         config = self.session.config
         return SnapshotStore(
             root_folder(self.session.spec.config.log_dir or ""), owner_of(config.pool)
