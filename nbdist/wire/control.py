@@ -98,7 +98,7 @@ class Description:
 
 
 class LocateMainThread(NamedTuple):
-    """Ask where the main thread is; answered by `RankPosition`.
+    """Ask where in the user's code the main thread is; answered by `RankPosition`.
 
     With `briefly` the worker finds only line, file and collective, because the other fields need
     system calls, and each may cost milliseconds.
@@ -109,7 +109,7 @@ class LocateMainThread(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Ask where the main thread is and for the calls of its stack; answered by `Traced`."""
+    """Ask for the place of the main thread and for the calls of its stack; answered by `Traced`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class StartDebugger(NamedTuple):
 
 
 class ReleaseTaskValues(NamedTuple):
-    """Free the values that this task returned: they were read, or nobody will read them."""
+    """Free the values that this task returned, which were read or which nobody will read."""
 
     task_id: str
 

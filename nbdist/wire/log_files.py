@@ -72,7 +72,7 @@ def read_logs(folders_of: Mapping[int, Path | None], get: GetLogs) -> tuple[LogT
         if (folder := folders_of[rank]) is None:
             tails.append(LogTail(rank, stream))
             continue
-        run = folder.parent.parent  # has a folder for each attempt
+        run = folder.parent.parent  # the folder that has a folder for each attempt
         numbers = (
             each.name.removeprefix(ATTEMPT_PREFIX) for each in run.glob(f"{ATTEMPT_PREFIX}*")
         )

@@ -469,7 +469,7 @@ class Attached:
     bound: dict[int, dict[str, str | None]] = field(default_factory=dict)
     tasks: tuple[AttachedTask, ...] = ()  # in the order in which the tasks were sent
     next_call: int = 1  # the id that the notebook's next `AgentRequest` must have
-    forgotten: int = 0  # how many tasks came before `tasks`: their outputs are gone
+    forgotten: int = 0  # how many tasks there were before `tasks`, whose outputs are gone
     # When the previous notebook detached, in seconds since 1970.
     since: float = 0.0
 

@@ -72,7 +72,7 @@ class NodeFacts(NamedTuple):
     address: str
     port: int  # a port that the agent has reserved, and on which nothing listens
     cores: int
-    gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them
+    gpus: tuple[str, ...]  # the machine's GPUs, as CUDA_VISIBLE_DEVICES names them
     python: str
     versions: Versions
 
@@ -230,8 +230,8 @@ class Form(PartRequest[Formed]):
     generation: int
     sized_in: int  # the generation in which the world's group got its present size
     missing: tuple[int, ...]  # the ranks to start, on any machine
-    # The other groups to reconnect.  None if the world's group gets another size, since groups that
-    # were made from the old group cannot stay.
+    # The groups to reconnect besides the world's own.  None if the world's group gets another size,
+    # since groups that were made from the old group cannot stay.
     groups: Groups | None
     timeout = 60.0
 

@@ -114,7 +114,7 @@ class RankTimes(NamedTuple):
     waited_ns: int  # the sum of all waits in Python code, also of waits that `waits` lacks
     met: tuple[Met, ...]
     is_recorded: bool = True  # False if this torch's Flight Recorder does not record gloo
-    is_whole: bool = True  # False if `waits` or `met` may lack entries: there were too many
+    is_whole: bool = True  # False if `waits` or `met` may lack entries because they are limited
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """A rank's answer to the notebook's question which sent objects the rank has changed.
+    """A rank's answer to the question which of the objects that were sent to it it has changed.
 
     `names` describes the rank's values of the variables that the notebook asked about.  `gone` has
     the keys of objects that no longer exist on the rank.
@@ -271,8 +271,8 @@ class Watched(NamedTuple):
     facts: tuple[Facts, ...] = ()  # the facts of the last compared steps until `found`
     inputs: tuple[Input, ...] = ()  # the inputs of the last forwards until `found`
     refused: Mapping[str, str] = NO_VALUES  # by expression: the reason for not watching its value
-    # The names of parameters, by the beginning of the path of their state in a watched optimizer,
-    # such as "optimizer state[3]".
+    # By the beginning of a path in a watched optimizer, such as "optimizer state[3]": the name of
+    # the parameter whose state is there.
     names: Mapping[str, str] = NO_VALUES
     problem: str = ""  # the reason for an early end of the watch
 

@@ -91,7 +91,7 @@ class WorldInfo:
     since: float = 0.0
     detach: bool = False  # whether the world outlives its notebook
     guard: int = 0  # the id of the process that exits after all others of the world
-    versions: Versions = field(default_factory=dict)  # of Python and packages in the agent
+    versions: Versions = field(default_factory=dict)  # versions of Python and packages in the agent
     notebook_name: str = ""  # the notebook's name for Jupyter's server, "" if unknown
     backend: str = ""
     at: float = 0.0  # the monotonic time of the answer, to compare the `cpu_seconds` of two answers

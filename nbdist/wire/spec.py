@@ -336,7 +336,7 @@ SET_ON_IMPORT = re.compile(
 )
 """Variables that sklearn, torch, Lightning, polars and others set in each process that uses them.
 
-A rank that has its own value of such a variable keeps it when the notebook's value changes.
+If the notebook's value of such a variable changes, ranks keep their own values.
 """
 
 READ_AT_START = re.compile(

@@ -124,7 +124,7 @@ class Task:
     forget: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     # By rank: variables that the notebook has deleted.
     deleted: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    execution_count: int | None = None  # as in the `Cell In[5]` of tracebacks
+    execution_count: int | None = None  # the cell's number, as in `Cell In[5]` of tracebacks
     key: str = ""  # the front end's id of the cell, "" for none
     # If True, the cell's last value is returned; a big value stays on the rank, which keeps the
     # value under the task's id for a later request.

@@ -134,7 +134,7 @@ class Link:
         return f"<Link {state} {self._agent} {len(self._answers)} calls open>"
 
     def check_process(self) -> None:
-        """Raise ForkedProcess in a fork of the link's process: a fork lacks the link's thread."""
+        """Raise ForkedProcess in a fork of the link's process, which lacks the link's thread."""
         if os.getpid() != self.pid:
             raise ForkedProcess("nbdist")
 

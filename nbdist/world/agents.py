@@ -290,9 +290,9 @@ class AttachedAgent:
                 answer = asking.answer(ADMIT_TIMEOUT)
                 if not isinstance(answer, queries.Accepted):
                     raise world.refusal(getattr(answer, "why", "its agent says something else"))
-                log = world.folder / "agent.log"  # opened now: readable even after its removal
+                log = world.folder / "agent.log"  # opened now, so it can be read after its removal
                 self._log = opened.enter_context(open(log if log.exists() else os.devnull, "rb"))
-                self._guard = os.pidfd_open(answer.guard)  # the guard ends after the agent
+                self._guard = os.pidfd_open(answer.guard)  # the guard exits after the agent
                 opened.callback(os.close, self._guard)
                 self._agent = os.pidfd_open(answer.agent)
                 opened.callback(os.close, self._agent)
@@ -348,9 +348,10 @@ class AgentProcess(Child):
         return [*super().last_lines(), *self._oom_kills.text(self.exit_code() or 0).splitlines()]
 
     def end(self, timeout: float) -> None:
-        """Close stdin, so that the agent exits; after `timeout` kill the agent, then its guard.
+        """Close stdin, so that the agent exits; kill the agent if it does not exit in `timeout`.
 
-        The descriptor that `fileno` returns stays open.
+        If the guard does not exit after that, kill the guard.  The descriptor that `fileno` returns
+        stays open.
         """
         self._close_stdin()
         if self._exits_within(timeout):

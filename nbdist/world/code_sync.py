@@ -69,8 +69,8 @@ class CodeSync:
     def send_changes(self, asks: Asks, *, to_new: bool = False) -> Generator[Starting, None, None]:
         """Send all files if some may have changed since the last call, or if nodes are new.
 
-        Nodes that share the folder, or have the same files already, get nothing.  Yields as
-        `Link.calling`.  Raises CodeNotSent if nodes cannot get the files.
+        Nodes that share the folder, or have the same files already, get nothing.  Yields progress
+        as `Link.calling` does.  Raises CodeNotSent if nodes cannot get the files.
         """
         if self.is_shared and not to_new:
             return

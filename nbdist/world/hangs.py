@@ -35,7 +35,7 @@ Who = Callable[[Iterable[int]], str]
 
 LONGEST_CODE = 60  # characters of a line of code in a text
 
-RELEASED_ERROR = "Released"  # a `Failure.name`: an abort or another rank has ended a collective
+RELEASED_ERROR = "Released"  # `Failure.name` if an abort or another rank ended a rank's collective
 
 DTYPES = {
     **{"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64"},
@@ -182,7 +182,7 @@ def silent_text(silent: UnresponsiveHosts) -> str:
 def stalled_text(places: Mapping[int, RankPosition], machines: Machines) -> str:
     """Write `the network between hosta and hostb is stalled`; "" if no network is.
 
-    An address is replaced by the name of the machine with a rank that has this address.
+    An address is replaced by the name of its machine, if a rank there has reported the address.
     """
     pairs = {rank: place.stalled for rank, place in places.items() if place.stalled}
     names = {address: machines.name(rank) for rank, each in pairs.items() for address, _ in each}

@@ -128,7 +128,7 @@ class ItemQueue:
             return InputReply(request.number)
         if handed.items:  # the rank has sent big results early, and goes on with its other items
             return InputReply(request.number, "")
-        seconds = (now - handed.since) / max(1, handed.count)  # for each item of the last answer
+        seconds = (now - handed.since) / max(1, handed.count)  # the mean of the last answer's items
         limit = max(1, min(int(CHUNK_SECONDS / max(seconds, 1e-6)), GROWTH * handed.count))
         handed.items, handed.since = dict(self._next(limit)), now
         handed.count = len(handed.items)
@@ -169,12 +169,12 @@ class ItemQueue:
         self._handed = {}
 
     def pop_new(self) -> Iterator[int]:
-        """Remove and yield the indices of items that are done, the first done first."""
+        """Remove and yield the indices of items that are done, in the order in which they ended."""
         while self._unreported:
             yield self._unreported.pop(0)
 
     def name_of(self, index: int) -> str:
-        """Write `item 3 of 1,000 (17)`: the number counts from 0, as an index."""
+        """Write `item 3 of 1,000 (17)`: an item's index from 0 on, and its `repr` if known."""
         of = f" of {self.total:,}" if self.total is not None else ""
         text = f" ({self.texts[index]})" if index in self.texts else ""
         return f"item {index:,}{of}{text}"

@@ -94,7 +94,7 @@ def starting_texts(workers: Workers) -> Iterator[str]:
 
 
 def start(workers: Workers) -> None:
-    """Start the workers of a world that has none; in a terminal, stderr shows a slow start."""
+    """Start the workers of a world that has none; show a slow start if stderr is a terminal."""
     line, last_text = MovingLine(sys.stderr), ""
     try:
         for text in starting_texts(workers):

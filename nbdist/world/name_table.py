@@ -59,9 +59,9 @@ class BoundByWorker:
     """A variable that counts as bound by a task on a rank.
 
     `import_path` is the path of an import, None if the task has not imported the name.  `identity`
-    is of the object that the notebook had under the name at the time; None if the notebook has
-    assigned the name since.  `kind` says whether the object is a module, an optimizer, a tensor or
-    another object.  `was_sent` is True if the notebook had sent the variable before.
+    identifies the object that the notebook had under the name at that time; None if the notebook
+    has assigned the name since.  `kind` says whether the rank's object is a module, an optimizer, a
+    tensor or another object.  `was_sent` is True if the notebook had sent the variable before.
     """
 
     identity: Identity | None
@@ -109,9 +109,9 @@ class NameTable:
         self.failed: set[str] = set()
 
     def copy(self) -> NameTable:
-        """Return a copy; later changes of the entries of this table do not affect the copy's.
+        """Return a copy, whose entries do not change with the entries of this table.
 
-        The record of the notices, and of the notebook's assignments, stays shared.
+        The records of notices to the user, and of the notebook's assignments, stay shared.
         """
         copied = copy(self)
         copied._ranks = {rank: dict(has) for rank, has in self._ranks.items()}
@@ -184,10 +184,10 @@ class NameTable:
         """Record names that a cell of the notebook may have bound: they belong to the notebook now.
 
         `surely` has the names that the cell certainly has bound.  Any other name does not count if
-        the notebook still has the same object under it, as after `if False: model = Net()`; a
-        number or short text always counts, because equal ones cannot be told apart.  Variables that
-        were sent and that the notebook lacks now count too: the cell may have deleted them, as by
-        `%xdel` or `globals()`.
+        the notebook still has the same object under it, as after `if False: model = Net()`.  But
+        the name of a number or short text always counts, because an equal new value cannot be told
+        from the old one.  Variables that were sent and that the notebook lacks now count too,
+        because the cell may have deleted them, as by `%xdel` or `globals()`.
         """
         self.objects.runs += 1
         for name in {*names, *self._deleted()}:
@@ -232,8 +232,8 @@ class NameTable:
     def record_gathered(self, name: str, ranks: Collection[int] = ()) -> None:
         """Record that the notebook has bound a name to values that it has fetched from workers.
 
-        The name still belongs to the ranks that it belonged to, and now also to `ranks`: the
-        notebook only has a copy.
+        The name still belongs to the ranks that it belonged to, and now also to `ranks`, because
+        the notebook only has a copy.
         """
         identity = Identity(self._value(name))
         for rank, has in self._ranks.items():
@@ -274,7 +274,8 @@ class NameTable:
     def record_lost(self, ranks: Iterable[int]) -> None:
         """Record that new ranks lack the notebook's variables that other ranks have changed.
 
-        A rank in place of an earlier process lacks only variables that this process may have had.
+        A rank in place of an earlier process only lacks variables that the earlier process may have
+        had.
         """
         kind = {name: kind_of(self._value(name)) for name in self.changed_names()}
         for rank in ranks:
@@ -406,7 +407,7 @@ class NameTable:
         return frozenset(rank for rank, each in entries if each.was_sent)
 
     def names_of_kind(self, kind: int) -> list[str]:
-        """Return the variables that are of this kind on any rank, such as modules, sorted."""
+        """Return, sorted, the variables that are of this kind, such as a module, on any rank."""
 
         def is_one(name: str) -> bool:
             bound = self._entries(name, BoundByWorker).values()
@@ -534,7 +535,7 @@ def _is_kept(identity: Identity | None, value: Any) -> bool:
 
 
 def _losses(had: Iterable[Mapping[str, NameEntry]]) -> dict[str, Missing]:
-    """Return the names that are lost if all processes end that had these entries.
+    """Return the names that are lost if all processes with these entries end.
 
     A name that one process has bound and another has imported counts as bound.
     """

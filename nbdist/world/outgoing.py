@@ -29,7 +29,7 @@ from nbdist.world.sent_objects import Parcel, SentObjects
 
 
 def _has_hidden_contents(tool: str, part: Token) -> bool:
-    """Return True if a part's contents lie in an object that code cannot see: a tensor's memory.
+    """Return True if a part's contents lie where code cannot see them, such as a tensor's memory.
 
     `tool` is the kind of the object that has the part (`LinkEntry.tool`).
     """

@@ -358,8 +358,8 @@ def _rank_lines(error: RankError | None) -> Sequence[str]:
 
 
 def title_of(function: Callable[..., Any]) -> str:
-    """Write a function's name as users know it, such as `train`."""
-    inner = getattr(function, "func", function)  # of functools.partial
+    """Return a function's name as users know it, such as `train`."""
+    inner = getattr(function, "func", function)  # functools.partial has `func`
     return getattr(inner, "__qualname__", type(inner).__name__).rpartition("<locals>.")[2]
 
 

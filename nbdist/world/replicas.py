@@ -15,7 +15,7 @@ from nbdist.output.wording import fold_ranks
 from nbdist.wire.control import MAX_STEPS_APART
 from nbdist.words import name_ranks
 
-MAX_NAMES = 4  # most modules, and most optimizers, that a suggested command names
+MAX_NAMES = 4  # the most modules, and the most optimizers, that a suggested command names
 
 FIRST_STEPS = 2
 """Ranks without a step count as part of the training if no rank has made more steps than this."""
@@ -59,9 +59,9 @@ def differing_text(
     """Say which ranks ended at which step, and what helps; "" if replicas seem to be equal.
 
     Write `Replicas may differ: ranks 0-1,3 ended after optimizer step 42, rank 2 after step 41.`.
-    The commands compare `modules`, and copy them and `optimizers` from one rank.  Modules in
-    `sharded` cannot be copied like that, and get another remedy.  `were_cut` is True if Stop, an
-    abort of collectives or a death ended the task, and not the ranks' own errors.
+    The suggested commands compare `modules`, and copy `modules` and `optimizers` from one rank.
+    Modules in `sharded` cannot be copied like that, and get another remedy.  `were_cut` is True if
+    Stop, an abort of collectives or a death ended the task, and not the ranks' own errors.
     """
     done = find_training(done)
     if not ends_differ(done, were_cut=were_cut):
@@ -111,7 +111,7 @@ def _place(is_in_step: bool) -> str:  # noqa: FBT001
 
 
 def _source(done: Mapping[int, Done]) -> int:
-    """Return the rank to copy from: if possible a rank outside of a step, then the most steps."""
+    """Return the rank to copy from: outside of a step if possible, and then with the most steps."""
     return min(done, key=lambda rank: (done[rank].is_in_step, -done[rank].steps, rank))
 
 

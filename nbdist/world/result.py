@@ -48,7 +48,7 @@ class Contents:
 
     @classmethod
     def read(cls, packed: object, names: Names) -> Contents:
-        """Unpickle the contents that a rank has packed, without attributes that cannot be read."""
+        """Return the contents that a rank has packed, without attributes that cannot be read."""
         if not isinstance(packed, Payload):
             return cls()
         args, attributes, whole = unpickle(open_payload(packed), names)
@@ -157,7 +157,7 @@ def _copy_of_original(
 
 
 def _fill(made: BaseException, contents: Contents, overrides: Mapping[str, Any]) -> None:
-    """Set the arguments and attributes of an exception; `overrides` go before the contents'."""
+    """Set the arguments and attributes of an exception; `overrides` replace attributes."""
     BaseException.args.__set__(made, contents.args)  # type: ignore[attr-defined]
     attributes: dict[str, Any] = object.__getattribute__(made, "__dict__")
     for name, value in contents.attributes.items():
@@ -223,7 +223,7 @@ class CellResult(Generic[R_co]):
     @property
     def _were_asked_for(self) -> bool:
         task = self.task
-        if task.brings_small:  # the last value of the source, if it has one
+        if task.brings_small:  # only a source that ends with a value returns one
             return any(value is not None for value in self.by_rank.values())
         return bool(task.keeps or task.fetch or not isinstance(task.work, CellCode))
 
@@ -280,12 +280,15 @@ class CellResult(Generic[R_co]):
         return self.by_rank.keys()
 
     def values(self) -> abc.ValuesView[R_co]:
-        """Return the values in rank order; UsageError if one is missing or none is returned."""
+        """Return the values in rank order.
+
+        Raises UsageError if a rank's value is missing, or if the task returns no values.
+        """
         self._check_values()
         return self.by_rank.values()
 
     def items(self) -> abc.ItemsView[int, R_co]:
-        """Return ranks and values; UsageError if a value is missing or none is returned."""
+        """Return ranks and values; raises UsageError as `values` does."""
         self._check_values()
         return self.by_rank.items()
 
@@ -429,7 +432,7 @@ def hand_over(record: Record, *, is_shown: bool) -> None:
                 if logged.levelno >= handler.level:
                     handler.handle(logged)
     except Exception:  # noqa: BLE001 (a user's handler or filter can raise anything)
-        # Do as logging with a handler's error: a cell that did not cause the error must go on.
+        # As logging does, print the error and go on: the cell has not caused the error.
         if logging.raiseExceptions:
             traceback.print_exc(file=sys.stderr)
 

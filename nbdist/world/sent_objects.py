@@ -39,9 +39,9 @@ class SentObjects:
 
     `known` has the states by rank and key.  `theirs` has by key the parts of an object that ranks
     keep because both ranks and the notebook have changed them, None for the whole object.
-    `noticed_digests` has by key the digest that an object's state had at the last notice that ranks
-    do not get it.
     `changed` has by key the parts that ranks are known to have changed, None for the whole object.
+    `noticed_digests` has by key the digest that an object's state had when the user was last told
+    that ranks do not get this state.
     `runs` grows each time that code of the notebook may have changed objects.  `have_run` is True
     if a rank has finished a task since `recovery.record_changes` last asked ranks.
     """
@@ -60,7 +60,7 @@ class SentObjects:
         # By rank, the keys of objects that the rank has changed and then deleted.
         self.lost_changes: dict[int, set[int]] = {}
         self._compared: dict[int, int] = {}
-        self._last: dict[int, ObjectState] = {}  # by key, states on workers before a restart
+        self._last: dict[int, ObjectState] = {}  # by key, states on the ranks before a restart
         self._dead: set[int] = set()
 
     def copy(self) -> SentObjects:

@@ -36,7 +36,7 @@ from nbdist.wire.ops import Mesh, Written
 ELSEWHERE_SECONDS = 7 * 86_400
 """Seconds after which the snapshot of a run on another machine may be removed.
 
-Before that the run may go on: whether it has ended cannot be checked from this machine.
+Until then the run may still go on, because this machine cannot check whether it has ended.
 """
 
 SNAPSHOTS_PER_NAME = (
@@ -415,7 +415,10 @@ def _problem_of(path: Path, part: Written) -> str:
 
 
 def _next_stamp(folder: Path, now: float) -> str:
-    """Return the time `now` as a stamp; after an equal or later stamp, that stamp with a number."""
+    """Return the time `now` as a stamp for a new snapshot in the folder.
+
+    If the newest stamp is not earlier, return that stamp with a higher number behind it.
+    """
     newest = next((each.name for each in _stamped(folder)), "")
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     if stamp > newest:

@@ -85,7 +85,7 @@ def parse_line(line: str) -> dict[str, str]:
 
 
 DEFAULT_LOG_LIMIT = "200M"
-LEAST_MEMORY = 20 << 20  # bytes; a lower bound: a worker has about 45 MB of its own
+LEAST_MEMORY = 20 << 20  # bytes that any worker needs; it has about 45 MB of its own
 
 _SIZE = re.compile(r"([0-9]{1,9})\s*([MG])(?:i?B)?", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -122,7 +122,7 @@ def make_spec(
     here, launcher, layout = here or Here(), config.launcher_name, config.shape
     given = given_environ(config)
     first, is_here = given.get("PYTHONPATH", ""), launcher == LOCAL
-    if not is_here:  # copied, since other machines have another environment
+    if not is_here:  # copy variables, since other machines have another environment
         given = {**copied(config.copy_env or "", here.environ), **given}
     environ = {**here.environ, **given} if is_here else given
     python = find_python(config, environ) or here.python if is_here else ""
@@ -133,7 +133,7 @@ def make_spec(
     of = "" if config.pool == DEFAULT_POOL else f"-{config.pool}"
     usual = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{of}"
     pairs = (" ".join(here.argv[at : at + 2]) for at in range(1, len(here.argv)))
-    is_kernel = any(map(_CONNECTION_FILE.fullmatch, pairs))  # then `argv` is not the user's
+    is_kernel = any(map(_CONNECTION_FILE.fullmatch, pairs))  # then Jupyter has chosen `argv`
     config = replace(
         config,
         launcher=launcher,
@@ -384,14 +384,13 @@ class NotebookSurroundings:
         self._config, self._spec = spec.config, spec
         self._start = self._last = Here()
         self._last_changes: Mapping[str, str | None] = {}
-        self._new = dict[str, bool]()  # environment variables that changed; True if ranks follow
+        self._new = dict[str, bool]()  # changed environment variables; True if ranks get the change
         self._here = self._compare()  # the spec of a world that was taken over may be an old one
 
     def now(self) -> Surroundings | None:
-        """Return the notebook's folder, and the changes of `sys.path` and environment, for ranks.
+        """Return the changes since the spec was made that ranks have to make too, or None.
 
-        Returns None if ranks need not follow any change since the spec was made.  Environment
-        variables that the user or nbdist has set for the ranks stay as they are.
+        Environment variables that the user or nbdist has set for the ranks stay as they are.
         """
         last = self._last
         with suppress(FileNotFoundError):  # the folder was removed: keep the last state
@@ -404,8 +403,8 @@ class NotebookSurroundings:
     def pop_note(self, cells: Iterable[str]) -> str:
         """Return a line about environment variables that have changed since the last call, or "".
 
-        The line names only variables that occur in the sources `cells`.  Other variables may have
-        been set by imports, which do not interest the user.
+        The line names only variables that occur in the sources `cells`, because imports also set
+        variables that do not interest the user.
         """
         new, self._new = self._new, {}
         named = {*re.findall(r"\w+", " ".join(cells))} if new else set[str]()

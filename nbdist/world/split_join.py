@@ -21,7 +21,7 @@ from nbdist.words import name_ranks, one_line
 Joining = Literal["stack", "cat"]
 
 Slicer = Callable[[int, int], Any]
-"""A function that returns the elements of a value from a first index to before a second index."""
+"""A function that takes two indices, and returns the elements `value[first:second]` of a value."""
 
 
 def bounds(length: int, parts: int) -> list[int]:

@@ -198,7 +198,7 @@ class TaskHistory:
         return task.key in self._tasks or any(same)
 
     def sent_before(self, task: int) -> Mapping[str, SentName]:
-        """Return by name the last record of each variable, up to the task of this number."""
+        """Return by name the last `SentName` of each variable, up to the task of this number."""
         return {each.name: each for each in self.sent if each.task <= task}
 
     def _drop(self, key: str) -> PastTask | None:

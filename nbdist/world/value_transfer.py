@@ -185,7 +185,7 @@ def bind_steps(
 def commit(
     session: Session, taken: TaskRun, work: Work, shipped: Mapping[int, Parcel] | None = None
 ) -> TaskRun:
-    """Let the ranks of a finished task bind the values that they have received by it.
+    """Let the ranks of a finished task bind the values that they have received by the task.
 
     Returns the task in which the ranks bind the values; the first Stop does not interrupt it.
     Raises an error, with nothing bound, if a rank has died or was replaced since it received the
@@ -397,9 +397,9 @@ def restore(
     """Bind variables of a snapshot, by default all, on these ranks, by default all.
 
     Each rank reads its own file, and gets the saved states of its random number generators.  With
-    `from_rank` each rank reads that rank's file and keeps its random states; sharded values are
-    then assembled from all files, and sharded over this world.  Raises UsageError, with nothing
-    bound, if a file is damaged or the snapshot does not fit.
+    `from_rank` each rank reads that rank's file, and keeps its present random states; sharded
+    values are then assembled from all files, and sharded over this world.  Raises UsageError, with
+    nothing bound, if a file is damaged or the snapshot does not fit.
     """
     if snapshot.distrust:
         raise store.distrust_error(snapshot, snapshot.distrust)

@@ -63,7 +63,7 @@ class Model:
         return [each for each in parts if isinstance(each, dict)]
 
     def change(self, comm: Comm) -> None:
-        """Update the state from a message with the whole state or a part; ignore other messages."""
+        """Update the state from a message with the state or a part of it; ignore other messages."""
         state = comm.data.get("state")
         if not isinstance(state, Mapping):
             return
@@ -84,10 +84,11 @@ class Widgets:
     def __init__(self) -> None:
         self.models: dict[str, Model] = {}
         self.ended_widgets: dict[str, int] = {}
-        """By id, the rank of each widget whose rank has ended, until the notebook shows that."""
+        """By id: the rank of each widget whose rank has ended, until the notebook shows this."""
         self._messages: list[Comm] = []
-        self._capturing: dict[int, list[str]] = {}  # by rank the ids of `Output`s, innermost last
-        self._written: dict[str, None] = {}  # ids of `Output`s whose new outputs pages lack
+        # By rank: the ids of the `Output` widgets that capture its outputs, the innermost last.
+        self._capturing: dict[int, list[str]] = {}
+        self._written: dict[str, None] = {}  # ids of `Output` widgets whose new outputs pages lack
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:
@@ -108,7 +109,7 @@ class Widgets:
                     return None
                 case Died():
                     self.end([rank])
-                case Done():  # output after the cell is in no `Output` of the cell
+                case Done():  # widgets do not capture output after the end of the cell
                     self._capturing.pop(rank, None)
                 case Text() | Display() | Clear() | Failure(connections="") if inside := (
                     self._capturing.get(rank)

@@ -84,7 +84,7 @@ class Workers:
         self.folder_note = ""  # where workers start if the notebook's folder was removed
         self.machines = Machines()
         self.is_elsewhere = False  # True if a head manages the workers, on one or several machines
-        self.late: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)  # rank, output outside of tasks
+        self.late: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)  # see `pop_late_outputs`
         self.curves = Curves()  # the curves of all tasks, also of tasks before a restart
         self.names = NameTable(self.namespace)
         self.dead: dict[int, Died] = {}
@@ -259,7 +259,7 @@ class Workers:
     def memory(self, patience: Patience) -> HandoverState:
         """Return the data that another notebook needs to take the world over.
 
-        The config names the launcher: the other notebook may have another default.
+        The config names the launcher, because the other notebook may have another default.
         """
         config = replace(self.config, launcher=self.config.launcher_name)
         return HandoverState(config, patience, (*self.setup.tasks.items(),))
@@ -344,7 +344,7 @@ class Workers:
         return renumbering.moved if renumbering else {}
 
     def pop_late_outputs(self) -> list[tuple[int, Any]]:
-        """Return outputs outside of tasks since the last call, each with its rank before it."""
+        """Return pairs of rank and output, for outputs outside of tasks since the last call."""
         outputs, self.late = [*self.late], deque(maxlen=LATE_KEPT)
         return outputs
 
@@ -389,7 +389,7 @@ class Workers:
         return running
 
     def refuse_prompts(self, running: TaskRun) -> None:
-        """Answer all open prompts with an error: this front end cannot ask for input."""
+        """Answer all open prompts with the error that this front end cannot ask for input."""
         for rank in running.prompts.ranks:
             self.link.send(
                 SendInput(rank, InputReply(running.prompts[rank].number, problem=NO_INPUT))

@@ -80,9 +80,9 @@ class World:
             and C++ stacks; collectives that do not match are named.
         python: the interpreter of the workers, which has torch and nbdist; by default
             $PYTHON_EXEC or this process's interpreter.
-        wrap: a command in front of each worker's: "nice -n 5", "apptainer exec img".
-        fork: False starts each worker as a new interpreter instead of forking it from one that
-            has imported torch.
+        wrap: a command in front of each worker's command: "nice -n 5", "apptainer exec img".
+        fork: False starts each worker as a new interpreter instead of forking it from a process
+            that has imported torch.
         cpus: cores for each worker; a worker has this many threads, unless OMP_NUM_THREADS is
             set.
         launcher: how machines are reached: "local", "ssh" (the default with `hosts`), "slurm"
