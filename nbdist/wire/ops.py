@@ -29,7 +29,7 @@ class Cleaned(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NameMemory:
-    """Memory to which a name leads: of one tensor or other large value, or of `count` tensors.
+    """Memory of one large value, such as a tensor, or of `count` tensors, to which a name leads.
 
     `name` is the expression that leads there, such as "model.weight".  `size` has the bytes of
     whole storages, even if a tensor is a view of a part of its storage.

@@ -336,7 +336,7 @@ SET_ON_IMPORT = re.compile(
 )
 """Variables that sklearn, torch, Lightning, polars and others set in each process that uses them.
 
-If the notebook's value of such a variable changes, ranks keep their own values.
+If the notebook's value of such a variable changes, a rank with another value keeps its own value.
 """
 
 READ_AT_START = re.compile(

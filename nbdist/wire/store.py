@@ -167,7 +167,7 @@ class HostedStore:
         self._waits.clear()
 
     async def _wait_for(self, keys: tuple[str, ...], seconds: float) -> _Values | None:
-        """Wait until all keys exist; return their values, or None if one is missing at the end."""
+        """Wait until all keys exist; return their values, or None if `seconds` are over before."""
         if (values := self._found(keys)) is not None or not seconds:
             return values
         wait: asyncio.Future[_Values] = asyncio.get_running_loop().create_future()

@@ -156,7 +156,7 @@ class Drop(NamedTuple):
 
 
 def piece_of(fetch: Fetch) -> SegmentPiece:
-    """Read the requested piece; its data is b"" if the segment is gone."""
+    """Return the requested piece of a segment; its data is b"" if the segment is gone."""
     data = b""
     with suppress(SegmentGone), open(open_file(fetch.ref), "rb", buffering=0) as file:
         data = os.pread(file.fileno(), TRANSFER_PIECE, fetch.offset)

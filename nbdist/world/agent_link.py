@@ -157,7 +157,7 @@ class Link:
         Raises StartError if the agent did not start or has another version, AgentLost if the agent
         ends or does not reply within `timeout`, and KeyboardInterrupt after `patience` seconds.
         """
-        # Wait in ticks: if Stop comes just as a wait begins, only the next wait is interrupted.
+        # Wait in ticks: a Stop that comes just as a wait begins interrupts only the next wait.
         calling = self.calling(request, timeout, tick=min(CALL_TICK, patience))
         end = time.monotonic() + patience
         while time.monotonic() < end:

@@ -123,7 +123,7 @@ def _handle_output(workers: Workers, rank: int, task_id: str, output: Any) -> No
             running.transcript.warn(output.text)
         return
     if isinstance(output, Visible) and not task_id:
-        # Output of a rank after its cell counts as the cell's while other ranks still run the cell.
+        # Output of a rank after its cell counts as output of the cell while others still run it.
         running = next((run for run in workers.runs if run.waits_after(rank)), None)
     if isinstance(output, Done):
         is_received = running is not None and output.received

@@ -128,7 +128,7 @@ class ItemQueue:
             return InputReply(request.number)
         if handed.items:  # the rank has sent big results early, and goes on with its other items
             return InputReply(request.number, "")
-        seconds = (now - handed.since) / max(1, handed.count)  # the mean of the last answer's items
+        seconds = (now - handed.since) / max(1, handed.count)  # mean of the last answer's items
         limit = max(1, min(int(CHUNK_SECONDS / max(seconds, 1e-6)), GROWTH * handed.count))
         handed.items, handed.since = dict(self._next(limit)), now
         handed.count = len(handed.items)

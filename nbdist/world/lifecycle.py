@@ -108,7 +108,7 @@ def start_anew(workers: Workers, *, agent_too: bool = False) -> None:
 
     The set-up cells are not run here.
     """
-    # In STOPPING, Stop has interrupted the wait for the workers' end: request their end again.
+    # In STOPPING, Stop has interrupted an earlier wait for the workers' end, so request it again.
     are_there = workers.state.has_workers or workers.state is WorldState.STOPPING
     if workers.is_connected and are_there:
         workers.advance(Event.STOP)

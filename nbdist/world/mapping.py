@@ -99,9 +99,9 @@ class ItemMap:
         """Run the map, and yield the index of each item that has a result.
 
         With the option `on_error="return"` an exception counts as a result.  If a rank has died, or
-        if ranks ended their task while the caller had an index, a further task runs the items that
-        are left.  Raises the first error, whose attribute `results` has the results so far.  If the
-        generator is closed before its end, the ranks are interrupted.
+        if ranks ended their task while the caller handled an index, a further task runs the items
+        that are left.  Raises the first error, whose attribute `results` has the results so far.
+        If the generator is closed before its end, the ranks are interrupted.
         """
         queue = self._queue
         bar = MapProgress(remote_call.title_of(self._function), is_shown=self._session.config.show)
@@ -151,22 +151,22 @@ class ItemMap:
                 yield from self._pop_done(running)
             except BaseException:  # the caller has left its loop, or Stop came between two steps
                 queue.end()
-                if session.is_running(running):  # the workers may have ended
+                if session.is_running(running):  # False if the workers have ended
                     recovery.interrupt(session, running)
                     session.wait(running)
                 raise
         return running
 
     def _check_has_workers(self, running: TaskRun) -> None:
-        """Raise UsageError if the caller has ended or restarted workers while it had an index."""
+        """Raise UsageError if the caller ended or restarted workers while it handled an index."""
         if running.unfinished and not self._session.is_running(running):
             raise UsageError(WORKERS_GONE)
 
     def _pop_done(self, running: TaskRun) -> Iterator[int]:
         """Yield the indices, as `steps` does, of items that were done since the last call.
 
-        While the caller has an index, ranks that ask for items get none and end their task, because
-        the caller may never ask for the next index.
+        While the caller handles an index, ranks that ask for items get none and end their task,
+        because the caller may never ask for the next index.
         """
         queue = self._queue
         queue.lose(running.deaths)

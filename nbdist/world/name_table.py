@@ -223,7 +223,7 @@ class NameTable:
                 for name, entry in has.items()
                 if isinstance(entry, Sent) and entry.identity is None and name not in self.namespace
             ]
-            for name in names:  # `Done.gone` removes the entry if the rank deletes the name
+            for name in names:  # later removed by `Done.gone` if the rank deletes the name
                 has[name] = BoundByWorker(Identity(_NO_NOTEBOOK_VALUE), was_sent=True)
             if names:
                 deleted[rank] = tuple(names)
@@ -398,7 +398,7 @@ class NameTable:
         ]
 
     def record_changed_value(self, name: str, rank: int) -> None:
-        """Record that a rank has changed a variable that the notebook has assigned again since."""
+        """Record that a rank has changed its value of a variable that the notebook reassigned."""
         self._ranks[rank][name] = BoundByWorker(None, was_sent=True)
 
     def ranks_that_assigned(self, name: str) -> frozenset[int]:

@@ -162,7 +162,7 @@ class Outgoing:
         others.states.update(self.states)
         with without_cycles():
             others.read_all(unread)
-        # Keep the known state if the new one is equal: `_changed_on` skips the same object.
+        # If the new state is equal, keep the known state: `_changed_on` skips the same object.
         known = known_states.get
         self.states = others.states
         for key, state in [*self.states.items()]:
@@ -174,7 +174,7 @@ class Outgoing:
         changed: dict[int, ChangedParts] = {}
         known_states, ended = self.objects.of(rank), self.objects.ended.get(rank, {})
         states: Iterable[tuple[int, ObjectState]] = self.states.items()
-        if not (ended or self.forces):  # saves time: in most cells all states are the known ones
+        if not (ended or self.forces):  # to save time, skip the states that are known objects
             known = known_states.get
             states = [(key, state) for key, state in states if known(key) is not state]
         for key, state in states:
@@ -213,8 +213,8 @@ class Outgoing:
                 for part, dropped in self._dropped_by(key, parts, self.objects.of(rank)):
                     self._dropped.setdefault(key, {}).setdefault(part, set()).update(dropped)
                     objects |= dict.fromkeys(dropped)
-                # None asks about the whole object: a new object in its place would discard all
-                # changes of the rank.
+                # Ask about the whole object (None) if a new object would take its place, since that
+                # would discard all changes of the rank.
                 if parts is None or HEAD_PART in parts or objects.get(key, parts) is None:
                     objects[key] = None
                 else:

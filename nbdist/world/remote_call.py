@@ -84,7 +84,7 @@ def _find_file(name: str) -> tuple[str, str]:
 
 
 def _find_module(name: str) -> tuple[str, str]:
-    """Return a module's file, and the folder of the program's own code; two "" without a file."""
+    """Return a module's file and the folder of the program's own code; "" and "" without a file."""
     if name.endswith(".py") or os.sep in name:
         module = name.removesuffix(".py").strip("./").replace(os.sep, ".")
         raise UsageError(
@@ -118,7 +118,7 @@ def _find_spec(name: str) -> ModuleSpec | None:
     spec = PathFinder.find_spec(first, [current_folder()])
     if spec is None:
         with suppress(ValueError):  # an empty name, or `__main__`
-            spec = find_spec(first)  # also by the finders of editable installations
+            spec = find_spec(first)  # this also asks the finders of editable installations
     for part in others:
         # Find only the last part of the name: by the full name, a namespace package looks for its
         # parent among the imported modules.

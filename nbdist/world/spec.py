@@ -140,7 +140,8 @@ def make_spec(
         name=config.name or run or usual,
         log_dir=log_dir,
         fork=config.fork and can_fork,
-        python=config.python if is_here else config.python or sys.executable,  # for other machines
+        # By default, the interpreter on other machines has the same path as this process's.
+        python=config.python if is_here else config.python or sys.executable,
     )
     spec = WorldSpec(
         world_size=config.workers or (layout.world_size if layout else 1),
