@@ -162,7 +162,7 @@ class HostedStore:
         return None
 
     def begin_world(self) -> None:
-        """Delete all keys and forget all waits: the ranks of the previous world have ended."""
+        """Delete all keys and forget all waits, because the previous world's ranks have ended."""
         self._values.clear()
         self._waits.clear()
 

@@ -47,7 +47,8 @@ SKIPPED_FOLDERS = re.compile(r"\..*|__pycache__|node_modules")
 Stamp = tuple[int, int, int, int]
 """Facts of a file by which a change is noticed: mtime and ctime in nanoseconds, bytes, inode."""
 
-Asks = Callable[[GetCode | PutCode, float], Generator[Starting, None, CodeHeld]]  # `Link.calling`
+Asks = Callable[[GetCode | PutCode, float], Generator[Starting, None, CodeHeld]]
+"""The type of `Link.calling`, which sends a request, yields progress and returns the reply."""
 
 
 class CodeSync:
@@ -198,11 +199,11 @@ LEFT_OUT = (
 def missing_text(
     message: str, host: str, folder: Path, path: Sequence[str], code: CodeSync | None
 ) -> str:
-    """Say where the notebook has a module or file that is missing on `host`, and what helps.
+    """Return a text on where the notebook has what is missing on `host`, and what helps.
 
-    `message` is the error of a rank on `host`.  Returns "" if the error is about no missing module
-    or file, or if nothing is known that helps.  `folder` is the notebook's folder, `path` its
-    `sys.path`.  `code` is None without `--sync-code`.
+    `message` is the error of a rank on `host`.  Returns "" if the error does not say that a module
+    or file is missing, or if nothing is known that helps.  `folder` is the notebook's folder,
+    `path` its `sys.path`.  `code` is None without `--sync-code`.
     """
     match = _MISSING_FILE.search(message)
     if match is None:

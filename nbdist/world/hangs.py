@@ -63,10 +63,10 @@ def verdict(places: Mapping[int, RankPosition]) -> str:
 
 
 def differing(places: Mapping[int, RankPosition]) -> str:
-    """Describe the first collective that differs between ranks, if it differs only in its tensors.
+    """Return a text about the first collective that differs, if only its tensors differ.
 
     Write `all_reduce (line 2), sizes differ: rank 0 [2], rank 1 [3]`, and which results are wrong.
-    Return "" if no collective differs, or if the ranks have begun different operations.
+    Return "" if no collective differs between ranks, or if ranks have begun different operations.
     """
     begun = find_mismatch(places, tensors_of)
     if not begun or len({each.name for each in begun.values()}) > 1:
@@ -96,7 +96,7 @@ def why_aborted(
     failed: Collection[int],
     world_size: int,
 ) -> str:
-    """Say why the collectives of some ranks were aborted.
+    """Return a text that says why the collectives of some ranks were aborted.
 
     `aborted` says where these ranks waited, and `all_places` where all ranks were at that time.
     `ran` are the ranks of the task, and `failed` the ranks that failed or have not finished.
@@ -117,7 +117,7 @@ def why_aborted(
 
 
 def why_died(rank: int, died: Died, survivors: Mapping[int, RankPosition]) -> str:
-    """Say that gloo ended a rank because a received tensor was too large; "" for other deaths.
+    """Return a text for a rank that gloo ended as a received tensor was too large; else "".
 
     `survivors` says where the other ranks are, which may show the collective and the sizes.
     """

@@ -61,7 +61,7 @@ class Outgoing:
         token = outgoing.scan_value(value)
         outgoing.compare()
         if objects := outgoing.objects_to_inspect():
-            outgoing.apply_replies(replies)  # of the ranks, about these objects
+            outgoing.apply_replies(replies)  # the ranks' replies about these objects
         outgoing.renew_replaced()
         message, states = outgoing.message({"x": value}, rank)
 

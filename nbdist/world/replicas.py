@@ -56,7 +56,7 @@ def differing_text(
     sharded: Container[str] = (),
     were_cut: bool = True,
 ) -> str:
-    """Say which ranks ended at which step, and what helps; "" if replicas seem to be equal.
+    """Return which ranks ended at which step, and what helps; "" if replicas seem to be equal.
 
     Write `Replicas may differ: ranks 0-1,3 ended after optimizer step 42, rank 2 after step 41.`.
     The suggested commands compare `modules`, and copy `modules` and `optimizers` from one rank.

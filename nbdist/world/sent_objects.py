@@ -60,7 +60,7 @@ class SentObjects:
         # By rank, the keys of objects that the rank has changed and then deleted.
         self.lost_changes: dict[int, set[int]] = {}
         self._compared: dict[int, int] = {}
-        self._last: dict[int, ObjectState] = {}  # by key, states on the ranks before a restart
+        self._last: dict[int, ObjectState] = {}  # by key: states on the ranks before a restart
         self._dead: set[int] = set()
 
     def copy(self) -> SentObjects:

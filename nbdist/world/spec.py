@@ -386,7 +386,7 @@ class NotebookSurroundings:
         self._start = self._last = Here()
         self._last_changes: Mapping[str, str | None] = {}
         self._new = dict[str, bool]()  # changed environment variables; True if ranks get the change
-        self._here = self._compare()  # the spec of a world that was taken over may be an old one
+        self._here = self._compare()  # now, since the spec of an attached world may be old
 
     def now(self) -> Surroundings | None:
         """Return the changes since the spec was made that ranks have to make too, or None.

@@ -580,7 +580,7 @@ class World:
     # --- the group ------------------------------------------------------------------------
 
     def replace(self, ranks: RankSelection, keep: Sequence[str] = ()) -> None:
-        """Restart ranks with the variables in `keep`; all other ranks keep all variables.
+        """Restart ranks, which get back the variables in `keep`; others keep all variables.
 
         Raises:
             WorldNotStarted: there are no workers.
