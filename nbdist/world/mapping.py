@@ -53,7 +53,7 @@ class ItemMap:
     ) -> None:
         """Check the arguments, and that the function can be pickled; nothing is sent yet.
 
-        Without `ranks` the map uses all ranks that the world has when a task of it begins.
+        Without `ranks` the map uses all ranks that the world has when a task of the map begins.
         """
         if on_error not in get_args(OnError):
             raise UsageError(f'`on_error={on_error!r}`: use "raise" or "return".')

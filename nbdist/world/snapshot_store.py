@@ -166,7 +166,7 @@ class SnapshotStore:
 
     @property
     def default_name(self) -> str:
-        """The name of a snapshot if the user gives none: from the owner's file, or `snapshot`."""
+        """The default name of a snapshot: that of the owner's file, or else `snapshot`."""
         stem = Path(self.owner).stem if self.owner.startswith("/") else ""
         return "-".join(re.findall(r"[\w.-]+", stem, re.ASCII)).lstrip(".-") or "snapshot"
 
