@@ -46,7 +46,7 @@ class Landmark(NamedTuple):
 
     @classmethod
     def of(cls, path: str) -> Landmark | None:
-        """Return the landmark of the file at a path on this machine; None if it cannot be read."""
+        """Return the landmark of the file at a path on this machine; None on an OSError."""
         with suppress(OSError):
             status = os.stat(path)
             return cls(path, status.st_ino, status.st_ctime_ns)

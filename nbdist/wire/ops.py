@@ -169,7 +169,7 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """A rank's answer to the question which of the objects that were sent to it it has changed.
+    """A rank's answer to the question which of the sent objects the rank has changed.
 
     `names` describes the rank's values of the variables that the notebook asked about.  `gone` has
     the keys of objects that no longer exist on the rank.

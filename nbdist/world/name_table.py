@@ -440,7 +440,8 @@ class NameTable:
     def record(self, name: str) -> Sent | None:
         """Return the record of the value that was sent under a name; None if none was sent.
 
-        If ranks got different values, prefer the last one that the notebook has not reassigned.
+        If ranks got different values, prefer the value that was sent last, unless the notebook has
+        assigned the name since.
         """
         shipped = self._entries(name, Sent).values()
         return max(shipped, key=lambda each: bool(each.identity and each.is_last), default=None)

@@ -208,7 +208,7 @@ def commit(
 def bind(session: Session, take: Task, work: Work) -> TaskRun:
     """Run the tasks of `bind_steps`, and return the last one.
 
-    Raises the error of the last task, and KeyboardInterrupt after Stop.
+    Raises the errors of `bind_steps` and of the last task, and KeyboardInterrupt after Stop.
     """
     for running in bind_steps(session, take, work):
         session.wait(running)
@@ -453,7 +453,11 @@ def _problem(parts: Mapping[int, Written | Loaded]) -> str:
 def _sources(
     snapshot: Snapshot, size: int, ranks: Sequence[int] | None, from_rank: int | None
 ) -> dict[int, int]:
-    """Return by rank the old rank whose file it reads; UsageError if the snapshot lacks a file."""
+    """Return, for each rank, the rank of the snapshot whose file it reads.
+
+    Raises UsageError if the snapshot lacks a file, or if it has another number of ranks and neither
+    `ranks` nor `from_rank` is given.
+    """
     on, before = range(size) if ranks is None else ranks, len(snapshot.parts)
     of = count(before, "rank") + (f" (0-{before - 1})" if before > 1 else "")
     if from_rank is not None:
