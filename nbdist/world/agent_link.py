@@ -91,8 +91,8 @@ class Link:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.sndhwm = self._socket.rcvhwm = 0
-        # With a ZAP domain libzmq refuses old protocols.  By ZMTP 1.0 any process that connects and
-        # sends a byte would be a peer, and DEALER would send every other message to that peer.
+        # With a ZAP domain libzmq refuses old protocols.  By the old ZMTP 1.0, any process that
+        # connects and sends a byte would be a peer, and DEALER would send it every other message.
         self._socket.zap_domain = b"nbdist"
         # Bind before the agent starts, so that the agent can connect at once.
         self.address = f"ipc://{self._folder.path}/{self._folder.socket}"

@@ -64,7 +64,7 @@ def starting(workers: Workers) -> Iterator[Starting]:
         # A head returns the spec, since its machines determine the size.
         workers.spec, workers.missing = started.spec or workers.spec, started.missing
         workers.record_processes(started, workers.link.agent.host)
-        # Other machines have come since the first call, and may not share the folder.
+        # Other machines have come since the first `send_changes`, and may not share the folder.
         if workers.code is not None and workers.is_elsewhere:
             yield from workers.code.send_changes(workers.link.calling, to_new=True)
     except BaseException:  # also after Stop, end everything that was started

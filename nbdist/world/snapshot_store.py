@@ -184,10 +184,10 @@ class SnapshotStore:
         return [each for each in snapshots if each.owner == self.owner or each in lost]
 
     def find(self, key: str | None) -> Snapshot:
-        """Return the snapshot `NAME@STAMP`, the newest of a name, or by default the newest of all.
+        """Return the snapshot with a key, `NAME@STAMP` or `NAME`; without a key, the own newest.
 
-        By default only snapshots of this notebook count.  With a name they go before snapshots of
-        other notebooks, even if these are newer.  Raises UsageError if there is no such snapshot.
+        For a `NAME` this is the newest snapshot of this notebook with the name, or else the newest
+        of other notebooks.  Raises UsageError if there is no such snapshot.
         """
         name, _, stamp = (key or "").partition("@")
         mine = self.own_snapshots()
