@@ -258,8 +258,9 @@ def dist_auto(line: MagicCall) -> str:
     """Run cells on the workers from now on, as if each began with `%%distributed`.
 
     Magics of the notebook such as `%cd` and `%pip` run here, once, and so do lines with `!`,
-    unless they fill in a variable of the ranks; `%matplotlib` and `%load_ext` run here and
-    there.  A cell that has the tag `distributed` in JupyterLab goes there also while this is off.
+    unless they fill in a variable of the ranks; `%matplotlib` and `%load_ext` run here and on the
+    workers.  A cell with the tag `distributed` in JupyterLab runs on the workers also while auto
+    mode is off.
     """
     mode, state = line.auto, line.options.state
     if state not in (None, "on", "off"):
@@ -275,8 +276,8 @@ def local(line: MagicCall) -> None:
     # In a notebook, `transform_first_lines` has turned such a cell into a plain cell before.
     shell = line.pool.shell
     result = shell.run_cell(line.cell)
-    # An error makes the kernel abort the cells that are queued.  A terminal queues no cells, and
-    # IPython has shown the error already.
+    # Raise the error in a kernel, so that it aborts the queued cells.  A terminal queues no cells,
+    # and IPython has shown the error already.
     if hasattr(shell, "kernel"):
         result.raise_error()
 

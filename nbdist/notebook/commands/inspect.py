@@ -178,7 +178,7 @@ STATE_COLOURS = {"idle": "#2aa44f", "busy": "#1f77e0", "dead": "#d03030", "start
 def dist_status(line: MagicCall) -> None:
     """Show each rank's state, process, device, memory, line of the cell, last collective.
 
-    Answers within 0.2 s, also while a cell runs.  `--stack` shows where ranks are and how they
+    Answers in about 0.2 s, also while a cell runs.  `--stack` shows where ranks are and how they
     came there, while they compute, wait in a collective or hold the GIL in C code.
     """
     if line.options.doctor:
@@ -307,7 +307,7 @@ def dist_output(line: MagicCall) -> CommandOutput | str | None:
     """Show the output of the last distributed cell again.
 
     `--failed` shows when and where the last failure was, with its traceback or last output;
-    `--log` the end of all that ranks have written since they were started.
+    `--log` shows the last lines that ranks have written since they were started.
     """
     if line.options.failed:
         return line.pool.last_failure.shown if line.pool.last_failure else "nothing has failed yet"

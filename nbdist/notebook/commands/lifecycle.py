@@ -74,9 +74,9 @@ def dist_restart(line: MagicCall) -> str:
 
 @command(ranks_option)
 def dist_interrupt(line: MagicCall) -> str:
-    """Stop what the workers run, as the Stop button does, also `--no-wait` cells.
+    """Interrupt the cells that run on the workers, also those sent with `--no-wait`.
 
-    With `-r 0` only the cells that run on these ranks.
+    With `-r 0`, interrupt only the cells that run on rank 0.
     """
     pool, chosen = line.pool, None if line.options.ranks is None else {*line.ranks}
     jobs = [job for job in pool.jobs if chosen is None or not chosen.isdisjoint(job.ranks)]
@@ -143,9 +143,9 @@ def _replace(line: MagicCall, keep: list[str]) -> str:
 def dist_scale(line: MagicCall) -> str:
     """Change the number of workers; the remaining ones keep their variables.
 
-    They keep their ranks too, except after a rank removed with `-r`.
-    DDP models continue with the new number of ranks; recreate FSDP2 models, meshes and
-    subgroups.  New ranks run the `--setup` cells.
+    With a number, the first ranks remain and keep their numbers.  With `-r 0,2-3` only these
+    ranks remain, and become ranks 0, 1 and 2.  DDP models continue with the new number of ranks;
+    recreate FSDP2 models, meshes and subgroups.  New ranks run the `--setup` cells.
     """
     world, size, ranks = line.world, line.options.size, line.options.ranks
     if size is not None and line.options.number is not None:
@@ -179,8 +179,8 @@ def dist_scale(line: MagicCall) -> str:
 def dist_attach(line: MagicCall) -> str | None:
     """Connect to workers that were started with `--detach` and whose notebook has ended.
 
-    Shows what their cells have printed meanwhile and follows the newest while it runs; others
-    run on as with `--no-wait`.  Variables and everything else are as before.
+    Shows the output that their cells have printed meanwhile.  The newest cell is followed while
+    it runs; older cells run on as with `--no-wait`.  Variables are as before.
     """
     pool, options = line.options.pool, line.options
     candidates = [each for each in worlds() if pool in (None, each.info.pool)]
@@ -200,7 +200,7 @@ def dist_attach(line: MagicCall) -> str | None:
     *others, running = world.session.runs
     line.display.add_note(f"{_title(chosen)} · {running.task.title}")
     for each in others:
-        # Make the task a job: Stop in this cell does not interrupt it, and no cell waits for it.
+        # Make the task a job, so that Stop in this cell does not interrupt the task.
         each.patience = replace(each.patience, control_timeout=None)
         display = line.pool.display()
         display.add_note(each.task.title)

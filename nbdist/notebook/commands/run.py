@@ -80,9 +80,9 @@ def split_line(magic: Magic, line: str) -> tuple[str, list[str]]:
 def dist_run(line: MagicCall) -> None:
     """Run a script on all workers: `%dist_run -n 4 train.py --lr 0.1`.
 
-    It runs as `__main__` in the workers' own namespace, where cells find what it has
-    left, and in the notebook's folder.  Options for `%dist_run` come before the script, all else
-    is the script's; `{lr}` and `$lr` are the notebook's `lr`.
+    The script runs as `__main__`, in the notebook's folder and in the workers' namespace: later
+    cells can use the variables that it has set.  Options of `%dist_run` come before the script; all
+    words after it are the script's.  `{lr}` and `$lr` are replaced by the notebook's `lr`.
     """
     for note in _torchruns_line(line):
         line.display.add_note(note)
@@ -141,8 +141,8 @@ def _steps(line: MagicCall) -> CellSteps:
 def dist_debug(line: MagicCall) -> None:
     """Debug the last exception of a rank, in its own frames.
 
-    By default on the rank that failed first.  `p x`, `up`, `where` and all else that pdb
-    knows is typed into the input box; `q` leaves it, and nothing has changed.
+    By default it is the rank that failed first.  Type commands of pdb, such as `p x`, `up` and
+    `where`, into the input box; `q` leaves the debugger and changes nothing.
 
     While ranks stand at a breakpoint in JupyterLab's debugger, `-r 2` shows rank 2 there; with
     `--alone` only that rank makes steps.
@@ -215,8 +215,9 @@ MAX_MEMORY_ROWS = 12
 def dist_memory(line: MagicCall) -> CommandOutput:
     """Show memory per rank, and the largest tensors by variable.
 
-    Memory (PSS: shared pages count in part) and GPU, the most that was used since the last cell
-    began, and what only the last traceback and `Out` hold, which `--free` frees.
+    Shows the memory of the process (PSS: shared pages count in part) and of the GPU, its peak since
+    the last cell began, and tensors that only the last traceback and `Out` hold; `--free` frees
+    them.
     """
     return free_memory(line) if line.options.free else memory_tables(line.call("memory"))
 

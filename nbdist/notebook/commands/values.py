@@ -50,9 +50,10 @@ ONE_RANK = re.compile(r"-?\d+")
 def dist_gather(line: MagicCall) -> MagicResult:
     """Copy variables from all ranks into the notebook, as a list per variable.
 
-    They get their own names or those after `--as`; either all are copied or none. With
-    `x = %dist_gather y` the list is `x` too.  With one rank, such as `-r 0`, its value instead of
-    a list.  Tensors arrive on the CPU.  The workers' variables do not change.
+    Each list gets the name of its variable, or a name after `--as`; either all variables are copied
+    or none.  `x = %dist_gather y` also assigns the list to `x`.  With one rank, such as `-r 0`, the
+    result is that rank's value instead of a list.  Tensors arrive on the CPU.  The workers'
+    variables do not change.
     """
     options, pool = line.options, line.pool
     expressions = [*expressions_in(options.names)]
@@ -108,7 +109,7 @@ def _between_commas(text: str) -> list[str]:
 def targets_of(
     expressions: Sequence[str], given: str | None, *, is_assigned: bool = False
 ) -> list[str]:
-    """Return the notebook's name for each gathered expression: the one after `--as`, or itself.
+    """Return the notebook's name for each expression: the name after `--as`, or the expression.
 
     `is_assigned` is True if the cell assigns the magic's value, as in `x = %dist_gather y[0]`.
     Otherwise an expression that is no name, such as `y[0]`, needs a name after `--as`.  Raises
@@ -181,9 +182,10 @@ def _check_are_here(line: MagicCall, names: Sequence[str]) -> None:
 def dist_scatter(line: MagicCall) -> str:
     """Split variables into parts, one per rank: `%dist_scatter data labels`.
 
-    A tensor, an array, a list or tuple, a DataFrame or Series, a `datasets.Dataset`; where
-    the parts cannot be equal the first ones have one element more, as with
-    torch.tensor_split.  The ranks get it as a variable of that name; the notebook's stays whole.
+    A variable is a tensor, an array, a list or tuple, a DataFrame or Series, or a
+    `datasets.Dataset`.  If the parts cannot have equal sizes, the first parts have one element
+    more, as with torch.tensor_split.  Each rank gets its part under the variable's name; the
+    notebook's variable stays whole.
     """
     names, world = names_in(line.options.names), line.world
     have = f"`%dist_scatter {' '.join(names)}`: {count(len(names), 'variable')}"
@@ -248,8 +250,8 @@ FROM_RANK = whole_number("--from", "a number, such as `--from 1`, or 0", minimum
 def dist_snapshot(line: MagicCall) -> str:
     """Save variables and RNG states of every rank: `%dist_snapshot model step --name epoch-3`.
 
-    Each rank writes its own.  The snapshot exists once all have written theirs, or not at all;
-    `%dist_restore` brings it back, also into new workers or a new notebook kernel.
+    Each rank writes a file of its own.  The snapshot exists only if all ranks have written theirs.
+    `%dist_restore` restores it, also into new workers or a new notebook kernel.
     """
     options, routine, every = line.options, line.pool.routine, line.options.every
     if options.remove is not None:
@@ -279,7 +281,7 @@ def save_due_snapshot(pool: Pool) -> None:
     """
     routine = pool.routine
     if pool.world is None or not pool.world.session.is_idle:
-        return  # a snapshot needs all ranks: do not count this cell, so that the next one is due
+        return  # a snapshot needs all ranks: this cell is not counted, so the next cell counts
     if not routine.is_due():
         return
     try:
@@ -302,10 +304,10 @@ def save_due_snapshot(pool: Pool) -> None:
 def dist_restore(line: MagicCall) -> CommandOutput | str:
     """Restore a snapshot: variables and RNG states of every rank, each from its own file.
 
-    `%dist_restore model --name epoch-3` restores one variable of one snapshot.  With `-r` on
-    some ranks only; a DDP or FSDP2 module has to come back on all of them.  On another number
-    of ranks `--from 0` divides sharded values again.  Nothing is bound where a file is
-    damaged.
+    `%dist_restore model --name epoch-3` restores one variable of one snapshot.  With `-r 0` only
+    rank 0 is restored; a DDP or FSDP2 module must be restored on all ranks.  If the number of ranks
+    has changed since, use `--from 0`: sharded values are then sharded again.  If a file is damaged,
+    no variable is bound.
     """
     options = line.options
     if options.lists:
