@@ -52,7 +52,7 @@ class AutoMode:
     """The state of auto mode, which is on while `pool` names the pool of plain cells."""
 
     pool: str | None = None
-    running: str = ""  # the code that runs in place of the last cell; "" for the cell itself
+    running: str = ""  # the code that runs in place of the last cell; "" if the cell itself runs
     typed: str = ""  # the last cell as the user typed it
     ran: dict[int, str] = field(default_factory=dict)  # code that replaced a cell, by its number
     loaded: set[str] = field(default_factory=set)  # packages of extensions that cells have loaded
@@ -145,7 +145,8 @@ def transform_first_lines(lines: list[str], *, local_is_plain: bool = True) -> l
     """Move a cell magic of nbdist to the first line, as IPython requires.
 
     Comments and `%load_ext nbdist` above the magic move below it, as comments, so that all other
-    lines keep their numbers.  A cell with a magic below other code becomes a line that raises.
+    lines keep their numbers.  A cell whose magic is below other code becomes a line that raises an
+    error.
 
     `%%rank[0,1]` of nbdistributed becomes `%%rank 0,1`.  `%%distributed -h` without more lines,
     which IPython refuses, becomes `%dist_help distributed`.  `%%local` becomes a comment if
@@ -386,8 +387,8 @@ def refuse_magic(shell: InteractiveShell, name: str, text: str) -> None:
 
     This function is registered as a line magic, since IPython takes `%%distributed` in the middle
     of a cell for a line magic named `%distributed`.  `text` has the line's number if
-    `transform_first_lines` has replaced the cell.  In the cell that loads nbdist, it has not been
-    called yet, so this function searches the line.
+    `transform_first_lines` has replaced the cell.  That function was not called for the cell that
+    loads nbdist, so the line is searched here.
     """
     cell = [*shell.history_manager.input_hist_raw][-1]  # type: ignore[union-attr]
     place = find_misplaced_magic(cell.splitlines(keepends=True))
@@ -411,7 +412,7 @@ def in_notebook_lines(first_line: str, cell: str) -> str:
 def execution_count(shell: InteractiveShell) -> int:
     """Return the number of the running cell, as in `In[5]`.
 
-    IPython has stored the cell's input already, which the count of inputs includes.
+    IPython has already stored the running cell's input, so the count of inputs includes it.
     """
     inputs = shell.history_manager.input_hist_parsed  # type: ignore[union-attr]
     return max(1, len(inputs) - 1)

@@ -56,7 +56,7 @@ LONG_CELL = 2.0  # seconds; users hardly ever reload the page during a shorter c
 Pack = Callable[[NameTable], Plan]
 """A function that gets a world's table of names, and plans what to send with a cell.
 
-It is called before each attempt, because the ranks may lack more variables after a failed attempt.
+The function is called before each attempt: ranks may lack more variables after a failed attempt.
 """
 
 
@@ -225,7 +225,8 @@ def _attempt(
         debugger, link = pool.debugger, world.session.link_or_none
         if debugger and link and (note := debugger.prepare(link, task.ranks)):
             display.add_note(note)
-        # Redirect Stop before the task is sent: ranks may begin it before `follow_steps` does so.
+        # Redirect Stop before the task is sent, since ranks may begin the task before
+        # `follow_steps` redirects Stop.
         with redirect_stops(partial(world.session.count_stop, task)):
             machines = world.session.machines
             running = world.session.submit(task, patience, shipment.parcels)

@@ -236,7 +236,8 @@ class Command:
             if self.asks_for_help(text):
                 (helper,) = (each for each in find_commands() if each.name == HELP_MAGIC)
                 return helper.magic(pools)(self.name)
-            # Not in a subshell: the count would include output of magics on the main thread.
+            # In a subshell output is not counted: the count would include output of magics on the
+            # main thread.
             is_panel = has_panels(pools.shell, pools.settings)
             is_counted = is_panel and not is_in_subshell(pools.shell)
             with OUTPUTS.counting() if is_counted else nullcontext():

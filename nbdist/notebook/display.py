@@ -61,8 +61,8 @@ class PanelDisplay:
         pool: named in the head of the panel and in the magics that notes advise; "" for the
             default pool.
         tabs: an id for this cell; if it is given, each rank has a tab.
-        is_quiet: whether the output of a cell that succeeds is not shown; of a running cell only
-            ranks that wait for one another or for input are shown.
+        is_quiet: whether the output of a cell that succeeds is not shown.  A running cell is then
+            drawn only once ranks wait for one another or for input.
     """
 
     can_change = True  # a panel that was drawn can be drawn again, with other content
@@ -88,7 +88,7 @@ class PanelDisplay:
         self._find_request, self._request = find_request, find_request()
         self._seconds = seconds
         self._shown: MimeBundle = {}
-        self._is_redrawn = False  # the last drawing reached only clients that redraw displays
+        self._is_redrawn = False  # whether the last drawing reached only clients that redraw
         self._displays = 0  # number of displays that this panel has made for its drawings
         self._begin()
         self._id_above = ""  # id of the display above the last typed input
@@ -97,7 +97,7 @@ class PanelDisplay:
         self._notes, self._passing = [*notes], list[str]()
 
     def add_note(self, text: str, *, at_once: bool = True, stays: bool = True) -> None:
-        """Add a line below the output; unless `stays`, only while the cell runs.
+        """Add a line below the output; without `stays`, the line is shown only while the cell runs.
 
         A quiet display leaves out lines that do not stay.
         """
@@ -108,12 +108,12 @@ class PanelDisplay:
             self.show_status("")
 
     def show_status(self, text: str, *, in_background: bool = False) -> None:
-        """Show the notes and this line until something else is drawn.
+        """Draw the notes and `text` in one line, which the next drawing replaces.
 
-        If the setting `seconds` is "none", a line is not shown, since nothing is drawn before the
-        cell's end; a call with "" still shows the notes.  A quiet display shows a line only for a
-        cell that will run `in_background`: a page shows later drawings of such a cell only if the
-        cell itself has made the display.
+        If the setting `seconds` is "none", nothing is drawn for a `text`.  Nor does a quiet display
+        draw a `text`, unless the cell will run `in_background`: a page shows later drawings of such
+        a cell only in a display that the cell itself has made.  With an empty `text` the notes are
+        always drawn.
         """
         is_hidden = self._seconds == "none" or (self.is_quiet and not in_background)
         if not (text and is_hidden):
@@ -154,7 +154,7 @@ class PanelDisplay:
         self._draw_live(transcript, time.monotonic(), asks, turn=turn)
 
     def continue_below_input(self) -> None:
-        """Continue in a new display, after input was typed below this one."""
+        """Continue in a new display, after input was typed below the present display."""
         # A page keeps the typed text as output, so the panel moves below it.
         self._id_above = self._id
         self._begin()
@@ -210,10 +210,11 @@ class PanelDisplay:
         return self.is_quiet and transcript.has_succeeded
 
     def _has_panel(self, transcript: Transcript) -> bool:
-        """Return True if the ended cell needs a panel: each cell that is not quiet, or has failed.
+        """Return True if a cell that has ended needs a panel.
 
-        A quiet cell that has succeeded needs a panel if a panel was drawn while it ran, or if there
-        are notes or warnings for the user.
+        Each cell needs one, unless the cell is quiet (`--quiet`) and has succeeded.  Such a cell
+        needs a panel only if a panel was drawn while it ran, if there are notes or warnings for the
+        user, or if it has tracked numbers that are NaN or infinite.
         """
         is_drawn = self._is_drawn or bool(self._id_above)
         return (
@@ -245,8 +246,8 @@ class PanelDisplay:
         is_alone = self._is_alone and OUTPUTS.number == self._displays + self._below.count
         # On a page, displays below the panel may be widgets, whose state would be lost.
         if is_alone and not (self._is_page and self._below.count):
-            # This also removes typed text, and the input box that a page keeps after Stop.  It must
-            # not happen earlier, when it could remove an input box that still waits for the user.
+            # This also removes typed text, and the input box that a page keeps after Stop.  An
+            # earlier call could remove an input box that still waits for the user.
             clear_output(wait=True)
             self._id_above, self._below = "", Below(self._pool)
             self._displays = OUTPUTS.number = 0
@@ -341,7 +342,7 @@ class PlainDisplay:
         self._notes = notes
         self._colours = colours
         self._lines: PlainLines | None = None
-        self._late_lines = list[str]()  # for `redraw_ended`
+        self._late_lines = list[str]()  # lines that the next `redraw_ended` prints
         self._has_late_output = False  # whether `_lines` may have an incomplete late line
         self._waits = ""
         self._warned = 0
@@ -488,8 +489,8 @@ def make_display(
 ) -> CellDisplay:
     """Return a panel if `has_panels` says so, else a display of plain lines.
 
-    `cell` is the source of the cell that runs; if it is a magic alone, the panel may replace all
-    output of the cell at the end.
+    `cell` is the source of the cell that runs.  If the source is a single magic (`is_of_magic`),
+    the panel may replace all output of the cell at the end.
     """
     if has_panels(shell, settings):
         tabs = f"nbdist-{shell.execution_count}" if settings.layout == "tabs" else ""

@@ -32,7 +32,7 @@ from nbdist.world.task_run import RankOutputs
 
 # The shortest and longest pause, in seconds, before the next call of `notice` while no task runs.
 IDLE_PAUSE, MAX_IDLE_PAUSE = 0.25, 1.0
-PAUSES_PER_NOTICE = 4  # the pause is so many times as long as the last call, within these limits
+PAUSES_PER_NOTICE = 4  # the pause is this many times as long as the last call, within both limits
 
 
 class IdleWatch:
@@ -70,7 +70,7 @@ class IdleWatch:
             return
         if link is None or not is_main_thread():
             return
-        # Duplicate the descriptor: the link may close its own while the loop still watches this.
+        # Duplicate the descriptor, since the link may close its own while the loop still watches.
         self._link, self.loop, self._wakeup_fd = link, loop, os.dup(link.idle_signal)
         # Run callbacks in an empty context: in the context of the present cell, the output of later
         # callbacks would be shown below that cell.
@@ -118,8 +118,8 @@ class IdleWatch:
             wait = max(0.0, self._notice_at - time.monotonic())
             self._timer = loop.call_later(wait, self._notice_now)
         elif self._is_active():
-            # Do not wait for the timer, since messages must be received.  That is not too often:
-            # panels limit by themselves how often they are drawn.
+            # Messages must be received now, so do not wait for the timer.  Such calls cannot come
+            # too often, since panels themselves limit how often they are drawn.
             self._timer.cancel()
             self._timer = loop.call_later(0.0, self._notice_now)
 
@@ -183,7 +183,7 @@ class FinishedCells:
                 self._changed.add(cell)
 
     def add_to_display(self, transcript: Transcript, outputs: RankOutputs) -> None:
-        """Add outputs, which a cell's transcript has already, to its display; `show` draws them."""
+        """Add outputs that a transcript already has to its cell's display; `show` draws them."""
         for each, display in self._cells:
             if each is transcript and display is not None:
                 display.add_late(transcript, outputs)
@@ -332,7 +332,7 @@ def raise_stops() -> AbstractContextManager[object]:
 
 @contextmanager
 def redirect_stops(on_stop: Callable[[], bool]) -> Iterator[None]:
-    """Within this context, call `on_stop` at each Stop; if it returns False, raise as usual.
+    """Call `on_stop` at each Stop in this context; if that is False, raise KeyboardInterrupt.
 
     Has an effect only within a `Stops` that has an `on_stop`, such as that of `command_stops`.
     """
@@ -404,5 +404,5 @@ class IdleStop:
             loop.call_later(LOOK_AGAIN, self.update)
 
     def _handle_signal(self, _number: int, _frame: FrameType | None) -> None:
-        if self._loop is not None:  # not called here, as the signal may interrupt a drawing
+        if self._loop is not None:  # `stop` is not called here: the signal may interrupt a drawing
             self._loop.call_soon_threadsafe(self._stop)

@@ -214,8 +214,9 @@ class Job:
             job.add_done_callback(lambda job: print(job.exception() or job.result()[0]))
 
         The function is called once, on the notebook's main thread: in the cell that waits for the
-        job; or between cells or beside another distributed cell, when its output appears under the
-        job's cell.  An exception of the function is logged, and changes nothing else.
+        job, or between cells, or while another distributed cell runs.  In the last two cases the
+        function's output appears below the job's cell.  An exception of the function is logged, and
+        changes nothing else.
         """
         self._callbacks.append(function)
         if not self.has_ended:
@@ -252,7 +253,7 @@ class Job:
     def interrupt(self) -> None:
         """Interrupt the job's ranks, as Stop does in a cell, and return at once.
 
-        Each further call is like a further Stop: ranks that ignore it are given less time.
+        Each further call is like a further Stop: ranks that ignore Stop are given less time.
         """
         if not self.has_ended:
             self.task_run.stops += 1
@@ -324,7 +325,7 @@ class Job:
         return f"{self.title} has failed: {one_line(str(self._error))}"
 
     def pop_drawn_between(self) -> bool:
-        """Return True if output was drawn as that of the job's own cell since the last call."""
+        """Return True if output was drawn below the job's own cell since the last call."""
         was_drawn, self._was_drawn_between = self._was_drawn_between, False
         return was_drawn
 
@@ -340,7 +341,7 @@ class Job:
                 self._call_back()
 
     def _run_step(self, longest: float, *, in_its_cell: bool) -> None:
-        with delay_stops():  # KeyboardInterrupt could leave `_is_stepping` True for ever
+        with delay_stops():  # a KeyboardInterrupt could leave `_is_stepping` True for ever
             self._is_stepping = True
             self._was_drawn_between |= in_its_cell
             try:
@@ -356,7 +357,7 @@ class Job:
                 self._is_stepping = False
 
     def end_as_lost(self, why: str) -> None:
-        """End the job with JobLost if it still runs: its workers have ended, `why` says how."""
+        """End the job with JobLost if it still runs: its workers have ended, as `why` says."""
         if not self.has_ended:
             self._end(JobLost(self.title, self.seconds, why))
             self._steps.close()

@@ -221,7 +221,7 @@ class Pool:
     def _wait_for_stop(
         self, world: World, display: CellDisplay, among: Collection[int] | None
     ) -> None:
-        """If Stop has left a cell in which ranks still are, wait for these ranks.
+        """If Stop has ended a cell in the notebook, and ranks still run it, wait for these ranks.
 
         The next `show_late` redraws that cell with the output of the wait.  With `among`, waits
         only if one of these ranks still runs the cell, or if the process group is broken.  Raises
@@ -350,7 +350,7 @@ class Pool:
 
     def _use_world(self, world: World) -> None:
         if self.world is world:
-            self.show_late()  # marks lost widgets in past cells, which `forget` makes impossible
+            self.show_late()  # mark lost widgets in past cells before `forget` drops their displays
         self.world, self.shown_size = world, world.size
         world.session.wait_until_free = self._wait_until_free
         world.session.step_others = self.step_jobs

@@ -58,11 +58,11 @@ from nbdist.world.outgoing import Outgoing, SendQuestion
 from nbdist.world.sent_objects import Parcel, SentObjects
 
 SMALL_VARIABLE = 64 << 10
-"""The size, in bytes, up to which a variable is compared before each cell although the cell does
-not use it itself: functions on the ranks use it."""
+"""A variable of at most this many bytes is compared before each cell, even if the cell does not use
+it itself, because functions on the ranks use it."""
 
 BIG = 64 << 20
-"""The size of a shipment, in bytes, from which on a line says which variables are sent."""
+"""If a shipment has at least this many bytes, a line says which variables are sent."""
 
 MAX_PARTS_NAMED = 3
 """The most parts of an object that notices name if both the notebook and ranks have changed it."""
@@ -220,7 +220,8 @@ class Plan:
             # before a function reads the name.
             if is_big and name in self.binds:
                 continue
-            # Ranks have bound the name and the notebook later: else `_is_others` would be True.
+            # If a rank has bound this name, the notebook has bound it again later: names that ranks
+            # have bound last were skipped above, by `_is_others`.
             is_rank_older = bool(calls and self._ranks & self._table.ranks_that_bound(name))
             if is_rank_older and record is None:
                 self._follow_small(name, is_big=is_big)
@@ -240,7 +241,7 @@ class Plan:
     def _follow_small(self, name: str, *, is_big: bool) -> None:
         """Follow a variable that ranks have bound and that was never sent, if it is small.
 
-        If it is big, forget what was examined and add a notice.
+        If the variable is big, undo the examination, and add a notice instead.
         """
         before = dict(self._examined)
         if not is_big:
@@ -559,7 +560,7 @@ class Plan:
     # --- packing the shipment -------------------------------------------------------------
 
     def shipment(self) -> Shipment:
-        """Pickle the packets: one for each set of ranks that lack the same variables and changes.
+        """Return the shipment, with a packet for each set of ranks to which the same is sent.
 
         Also adds notices on conflicts and on parts that are replaced on ranks.
         """
@@ -720,7 +721,7 @@ class Plan:
         return None
 
     def _notice_replaced(self, name: str, answers: Mapping[int, Inspected]) -> None:
-        """Add a notice if ranks lose changes, or get two objects in place of one, by this variable.
+        """Add a notice if this variable makes ranks lose changes, or have two objects for one.
 
         That is so if the object that the variable replaces was changed on ranks, or has other names
         there.
@@ -728,7 +729,7 @@ class Plan:
         lack = self._ranks_without(name)
         replaced = {r: each.names[name] for r, each in answers.items() if name in each.names}
         replaced = {rank: each for rank, each in replaced.items() if rank in lack}
-        # Variables that are replaced with this one do not hold the old object for long.
+        # Variables that this shipment replaces too will not hold the old object any longer.
         also = {other for other in self._examined if self._ranks_without(other)}
         replaced = {
             rank: replace(each, others=tuple(n for n in each.others if n not in also))
@@ -767,5 +768,5 @@ class Plan:
 
 
 def atomic_version(value: Any) -> tuple[str, str]:
-    """Return the type and text of an atomic value: different values differ in them."""
+    """Return the type and the text of an atomic value; different values differ in one of them."""
     return type(value).__name__, repr(value)
