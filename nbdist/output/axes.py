@@ -13,20 +13,20 @@ from typing import NamedTuple
 from nbdist.output.html_parts import dim
 
 MAX_AXIS_TICKS, MAX_STEP_TICKS = 6, 5
-"""The most ticks of an axis; of the axis of steps, whose labels are side by side, fewer."""
+"""The most ticks of an axis; the axis of steps has fewer, since its labels are side by side."""
 
 DECADE = 10.0
-"""If the highest number is so many times the lowest one, the axis is logarithmic."""
+"""An axis is logarithmic if its highest number is at least this many times its lowest number."""
 
-LABEL_WIDTH = 7  # of a character of a label, in pixels
-_LEAST_LABEL = 7  # characters of the labels beside a picture
+LABEL_WIDTH = 7  # the width of a character of a label, in pixels
+_LEAST_LABEL = 7  # the labels beside a picture have room for at least this many characters
 
-_FACTORS = ((1, 2, 5), (1, 3), (1,))  # of powers of ten, for the ticks of a logarithmic axis
-_MOST_DIGITS = 7  # of a label; numbers that differ only in later digits have no ticks
+_FACTORS = ((1, 2, 5), (1, 3), (1,))  # ticks of a logarithmic axis are these times a power of ten
+_MOST_DIGITS = 7  # the most digits of a label; numbers that differ in later digits have no ticks
 
 
 class Axis(NamedTuple):
-    """The lowest and highest number on an axis, whether it is logarithmic, and its most ticks.
+    """The lowest and highest number on an axis, whether it is logarithmic, and its limit of ticks.
 
     An axis of whole numbers has its ticks at whole numbers.
     """
@@ -38,7 +38,10 @@ class Axis(NamedTuple):
     is_whole: bool = False
 
     def share(self, value: float) -> float:
-        """Return a number's place, from 0 at the low end to 1; outside of the axis, that end's."""
+        """Return a number's place on the axis, from 0 at `low` to 1 at `high`.
+
+        A number outside of the axis has the place of the nearer end.
+        """
         value = min(max(value, self.low), self.high)
         if self.high == self.low:
             return 0.0
@@ -106,7 +109,8 @@ def with_axes(image: str, down: Axis, across: Axis, edge: float) -> str:
     """
     beside = [(edge + (1 - down.share(at)) * (1 - 2 * edge), text) for at, text in down.ticks[::-1]]
     below = [(across.share(at), text) for at, text in across.ticks]
-    # At least as wide as most labels, so that pictures side by side mostly have equal widths.
+    # The column is at least as wide as most labels, so that pictures side by side mostly have equal
+    # widths.
     width = LABEL_WIDTH * max(_LEAST_LABEL, *(len(text) for _, text in beside), 0) + 6
     column = f"flex:0 0 {width}px;box-sizing:border-box;font-size:11px"
     rows = _spread(beside, "height:0;line-height:0;text-align:right")

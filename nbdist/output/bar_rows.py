@@ -17,7 +17,7 @@ class BarRows:
     """The bars of a screen, in rows that are numbered from the first row ever written."""
 
     def __init__(self) -> None:
-        self.by_row: dict[int, Bar] = {}  # without a row that is being written now
+        self.by_row: dict[int, Bar] = {}  # a row that is being written now is left out
         # By row: the length of a bar that tqdm has cut after a space, which the stored row lacks.
         self.cut_widths: dict[int, int] = {}
         self.forgotten = 0  # how many bars `drop_above` has removed from `by_row`

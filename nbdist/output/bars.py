@@ -1,8 +1,9 @@
 """Lays out the progress bars of all ranks as one table that says how far each rank is.
 
 While a cell runs, each rank has a row for its current bar, which is the last bar that the rank has
-drawn, unless many lines were printed below.  A rank has "left" its other bars, and all of its bars
-when the cell has finished; ranks that have left a bar at the same position share a row.
+drawn, unless many lines were printed below.  A rank "has left" all of its other bars.  When the
+cell has finished, the rank has left all of its bars.  Ranks that have left a bar at the same
+position share a row.
 
 The notebook's process draws the table in a panel.  Pure: no I/O here.
 """
@@ -31,11 +32,11 @@ _LOOK_BACK = 24
 
 _MAX_BARS_AROUND = 3
 _LONGEST_NAME = 32  # characters; beside a longer name the percentage may not fit on a narrow page
-# A rank is behind if its distance from the leading rank is at least the first share of the bar, and
-# more than the second share of the leading rank's progress.
+# A rank is behind if its distance from the leading rank is at least the share `_BEHIND` of the bar,
+# and more than the share `_BEHIND_SHARE` of the leading rank's progress.
 _BEHIND, _BEHIND_SHARE = 0.02, 0.05
-# Bars that began more than this apart are not compared: in seconds, and in shares of the longest
-# elapsed time.
+# Bars are not compared if they began more than `_BEGAN_APART` seconds apart, and also more than the
+# share `_BEGAN_APART_SHARE` of the longest elapsed time.
 _BEGAN_APART, _BEGAN_APART_SHARE = 2.0, 0.25
 _NUMBERS = re.compile(r"\d+")
 _RATE_PARTS = re.compile(r"([\d.]+)(\D.*)")
@@ -89,8 +90,9 @@ class BarTable(NamedTuple):
     """The bars of some ranks: `rows` have their current bars, `left_bars` the bars they have left.
 
     If there are many ranks, only the slowest have rows, and `summary` says how far all ranks are.
-    `slowest` is a rank that is clearly behind, and `behind` says so; else None and "".  `more`
-    is the number of bars that were left earlier, and that are not in `left_bars`.
+    `slowest` is a rank that is clearly behind, and `behind` a text such as `rank 2 is 20 % behind`.
+    If no rank is clearly behind, they are None and "".  `more` is the number of bars that were left
+    earlier, and that are not in `left_bars`.
     """
 
     ranks: tuple[int, ...]
@@ -104,9 +106,9 @@ class BarTable(NamedTuple):
     def share(self, bars: RankBars) -> float | None:
         """Return which share of a row's bar is drawn as filled; None if it is not known.
 
-        If there are bars around the bar, the share is of the outermost bar, if its total is known.
-        If ranks are in different epochs, the share is of all these epochs, so that ranks in an
-        earlier epoch have shorter bars.
+        If the bar is nested and the total of the outermost bar is known, the share is that of the
+        outermost bar.  If ranks are in different epochs, the share is of all these epochs, so that
+        ranks in an earlier epoch have shorter bars.
         """
         share = bars.bar.fraction
         if bars.around and number_of(bars.outer.total):
@@ -120,8 +122,8 @@ class BarTable(NamedTuple):
 def current_bars_of(output: RankTranscript, *, with_full: bool = True) -> RankBars | None:
     """Return a rank's current bar and the bars around it; None if there is none.
 
-    Also return None if the cell has failed on the rank.  Unless `with_full`, also return None if
-    the rank has printed anything below the bar, and the bar is full or the rank has finished.
+    Also return None if the cell has failed on the rank.  Without `with_full`, a bar that is full or
+    whose rank has finished counts only if the rank has printed nothing below the bar.
     """
     if output.state in FAILED:
         return None
@@ -252,7 +254,8 @@ def bar_table(transcript: Transcript) -> BarTable | None:
     if not (bars or left_bars):
         return None
     table = _present_table(bars) if bars else BarTable(())
-    # Show as many rows as the table of the finished cell: no rows must appear when the cell ends.
+    # Show as many rows as the table of the finished cell will have, so that no rows appear when the
+    # cell ends.
     max_left = max(_MAX_LEFT_LIVE, MAX_BAR_ROWS - len(table.rows))
     return _add_left_bars(table, left_bars, max_left)
 
@@ -272,7 +275,10 @@ def _present_table(rank_bars: Sequence[RankBars]) -> BarTable:
 
 
 def _slowest(rank_bars: Sequence[RankBars]) -> tuple[int | None, str]:
-    """Return the rank that is clearly behind, and `rank 2 is 20 % behind`; else None and ""."""
+    """Return the rank that is clearly behind, and a text such as `rank 2 is 20 % behind`.
+
+    Return None and "" if no rank is clearly behind.
+    """
     low, high = min(rank_bars, key=_progress_key), max(rank_bars, key=_progress_key)
     if len({_NUMBERS.sub("#", bars.outer.name) for bars in rank_bars}) > 1:
         return None, ""
@@ -309,7 +315,7 @@ def merged_line(transcript: Transcript) -> str:
 
 
 def _progress_text(rank_bars: Sequence[RankBars]) -> str:
-    """Say how far the ranks of these bars are, as `[0-3] epoch 63% (47-64) 12:01<07:10`."""
+    """Return a text on how far these ranks are, as `[0-3] epoch 63% (47-64) 12:01<07:10`."""
     low, middle, high = _spread(rank_bars)
     spread = "" if low == high else f"({low.rstrip('%')}-{high.rstrip('%')})"
     elapsed = max((b.bar.elapsed for b in rank_bars if b.bar.elapsed is not None), default=None)
@@ -339,7 +345,10 @@ def _common_name(rank_bars: Sequence[RankBars]) -> str:
 
 
 def _spread(rank_bars: Sequence[RankBars]) -> tuple[str, str, str]:
-    """Return the least, the median and the greatest progress as texts: `47%`, or the amounts."""
+    """Return the least, the median and the greatest progress as texts such as `47%`.
+
+    If the fraction of any bar is unknown, the texts are the amounts done.
+    """
     order = sorted((bars.bar for bars in rank_bars), key=lambda bar: bar.position)
     if all(bar.fraction is not None for bar in order):
         positions = [bar.position for bar in order]
@@ -410,25 +419,25 @@ _SLOWEST = "slowest"
 _BESIDE_NAME = "display:flex;flex-wrap:wrap;column-gap:10px"
 _COLUMN = "display:inline-block;min-width:{:.1f}em;text-align:{}"
 _REST = "flex:1 1 {:.1f}em;min-width:0;white-space:normal;overflow-wrap:break-word"
-_REST_UNIT = 2  # characters; widths are multiples, so that one more digit seldom wraps the line
+_REST_UNIT = 2  # characters; each width is a multiple: one more digit seldom wraps the line
 _FILL = "display:inline-block;vertical-align:middle;height:10px;border-radius:2px"
 _TRACK = f"{_FILL};width:80px;background-color:{{}};line-height:0"
 _LONGEST_REST = 120
-_BAR_ROOM, _NARROW_PAGE = 16, 73  # characters: of a drawn bar with gaps, of a 700 pixels wide page
+_BAR_ROOM, _NARROW_PAGE = 16, 73  # widths in characters: of a drawn bar and gaps, of a small page
 _BAR_WIDTH, _BAR_PARTS = 20, " ▏▎▍▌▋▊▉"
 
 
 def bars_html(shown: BarTable) -> str:
     """Draw the table as HTML, below a line with the summary and the number of earlier bars."""
     rows = [*_rows(shown)]
-    # The mark of the slowest rank has room also before a rank is slow: columns must not move later.
+    # Keep room for the mark of the slowest rank before any rank is slow: else columns would move.
     widths = _widths(rows, has_mark=len(shown.rows) > 1)
     drawn = table((_row_html(row, widths) for row in rows), ";width:100%")
     return line(dim(" · ".join(_lines_above(shown)))) + drawn
 
 
 def _lines_above(shown: BarTable) -> list[str]:
-    """Return the texts above the table, if any: how many earlier bars it lacks, and its summary."""
+    """Return the texts above the table: how many earlier bars it lacks, and its summary, if any."""
     more = f"… {count(shown.more, 'earlier bar')}" if shown.more else ""
     return [*filter(None, [more, shown.summary])]
 
@@ -455,8 +464,8 @@ def _widths(rows: Sequence[_Row], *, has_mark: bool) -> _Widths:
     do not move while the bars proceed.
     """
     totals = [row.amount.partition("/")[2] for row in rows]
-    # Rows of several ranks may have long sets and ranges; columns that wide would waste room in all
-    # other rows.
+    # Rows of several ranks may have long sets such as `{1, 2, 3}`.  Columns as wide as a long set
+    # would waste room in all other rows.
     own_rows = [row for row in rows if len(row.ranks) == 1]
     longest = min(_LONGEST_REST, max((len(row.other_text) for row in own_rows), default=0))
     return _Widths(
@@ -536,14 +545,14 @@ def _name_cell(name: str) -> tuple[str, str]:
 
 
 def left_bar_line(left_bar: LeftBar) -> str:
-    """Write a left bar as one line of text: `[0-3] epoch 0  63/63  10 s  5.8it/s`."""
+    """Write a bar that ranks have left as a line: `[0-3] epoch 0  63/63  10 s  5.8it/s`."""
     (row,) = _rows(BarTable(left_bar.ranks, left_bars=(left_bar,)))
     parts = row.name, row.percent, row.amount, row.times, row.rate, row.other_text
     return f"[{format_ranks(left_bar.ranks)}] {'  '.join(filter(None, parts))}"
 
 
 def bars_text(shown: BarTable) -> list[str]:
-    """Write the table as lines of text, with all columns aligned, below the texts above it."""
+    """Return the lines of the table as text: the texts above it, then rows with aligned columns."""
     rows = []
     for row in _rows(shown):
         whole, part = divmod(round((row.share or 0.0) * _BAR_WIDTH * 8), 8)

@@ -49,7 +49,7 @@ class Far(NamedTuple):
 
     If the rank left the band several times, the steps are of the last time.  `mean` is the rank's
     number at the step `until`, and `median` the median of the other ranks there.  `is_exact` is
-    False if `step` is only about the first step outside, since a column can hold several steps.
+    False if the first step outside is known only roughly, since a column can hold several steps.
     """
 
     rank: int
@@ -66,7 +66,7 @@ class Bands:
     """The numbers of all ranks in a run, compared column by column.
 
     A column holds one or more consecutive steps.  A number is None if the column has no finite
-    number.  The band is of the ranks that are not far from the others, or of all if all are far.
+    number.  The band spans the ranks that are not far from the others, or all ranks if each is far.
     """
 
     steps: list[float]
@@ -100,7 +100,8 @@ def bands_of(run: RunSeries) -> Bands:
     medians = [_median(at) for at in zip(*means.values(), strict=True)]
     far_ranks = tuple(_find_far_ranks(run, spread, medians)) if len(run) >= MIN_RANKS else ()
     away = {each.rank for each in far_ranks}
-    # Each rank may be far at some step; then no rank is left for the band, which is of all ranks.
+    # If each rank is far from the others at some step, the band would have no rank: then the band
+    # has all ranks.
     near = [points for rank, points in spread.items() if rank not in away] or [*spread.values()]
     at_once = [[each for each in at if each is not None] for at in zip(*near, strict=True)]
     odd = {rank: numbers for rank in sorted(run) if (numbers := run[rank].odd)}
@@ -163,7 +164,7 @@ def _find_far_ranks(
         assert last is not None
         others = {other: by_column[away[-1]] for other, by_column in means.items() if other != rank}
         near = [mean for other, mean in others.items() if other not in stretches]
-        # If all other ranks that have a number here are far too, the median is of those ranks.
+        # If all other ranks that have a number here are far too, take the median of these ranks.
         if (others_median := _median(near)) is None:
             others_median = _median(others.values())
         assert others_median is not None
@@ -175,7 +176,10 @@ def _find_far_ranks(
 def _find_stretches(
     means: Mapping[int, Sequence[float | None]], medians: Sequence[float | None]
 ) -> Iterator[tuple[int, tuple[list[int], bool]]]:
-    """Yield each far rank, its last columns in a row that are far, and whether it has come back."""
+    """Yield each far rank, with the columns in which it was far from the others the last time.
+
+    Also yield whether the rank has come back after these columns, which follow one another.
+    """
     middle = [each for each in medians if each is not None]
     least = FAR_SHARE * (max(middle) - min(middle)) if middle else 0.0
     bounds = [_bound(at, least) for at in zip(medians, *means.values(), strict=True)]
@@ -243,8 +247,8 @@ def headline(name: str, curve: Curve, bands: Bands) -> str:
         return f"{shown_name(name)} · {ranks_text(run)}{end_of_line}"
     last = columns[-1]
     whole = [at for at in columns if all(means[at] is not None for means in bands.means.values())]
-    # A rank that lacks the newest numbers has most likely made these steps, and sends them soon:
-    # take the last step that all ranks have.
+    # A rank that lacks the newest numbers has most likely made these steps, and will send their
+    # numbers soon.  So take the last step that all ranks have.
     if whole and whole[-1] >= last * 3 / 4 and not bands.odd:
         last = whole[-1]
     end = math.inf
@@ -293,7 +297,7 @@ def remarks(bands: Bands) -> list[str]:
 
 
 def odd_text(odd: Odd) -> str:
-    """Say at which step a rank had its first NaN or infinity, and whether others followed."""
+    """Return a text: at which step a rank had its first NaN or infinity, and whether more came."""
     step = step_text(odd.step)
     if odd.numbers == 1:
         return f"NaN or infinity at step {step} only"
@@ -310,7 +314,7 @@ def curves_text(curves: Curves, names: Sequence[str] = ()) -> str:
 
 
 def more_text(curves: Curves) -> str:
-    """Say which names have no curve because there are too many names; "" if all have a curve."""
+    """Return a line on names without a curve, since there are too many; "" if all have a curve."""
     if not curves.more:
         return ""
     names = [*map(shown_name, curves.more)]
@@ -498,7 +502,7 @@ class ChartRange(NamedTuple):
 
 
 def picture(bands: Bands, frame: ChartRange) -> str:
-    """Draw a run of all ranks as SVG without text.
+    """Draw the curves of all ranks in one run (see `RunSeries`) as SVG without text.
 
     The page may be light or dark: the colours of the picture are visible on both.  Text is added as
     HTML beside the picture (`with_axes`), since only HTML has the page's own colour of text.

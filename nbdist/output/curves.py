@@ -75,7 +75,9 @@ class Series:
         return self.columns[0][at] if at < len(self) else point.step + point.finite + point.odd
 
     def merge_points(self, begin: float, end: float) -> CurvePoint:
-        """Merge the first point at or after step `begin`, and all others before step `end`.
+        """Return one point for all points from step `begin` up to but not including step `end`.
+
+        At least the first point at or after step `begin` is included.
 
         A worker that sends its numbers late merges more steps into a point than other workers do.
         Numbers of ranks can be compared only if they are merged over the same steps.

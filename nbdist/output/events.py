@@ -212,7 +212,7 @@ class Done:
     kept: int | None = None
     # The kinds of modules, optimizers and tensors, by name; see `nbdist.values.payload`.
     kinds: Mapping[str, int] = field(default_factory=dict)
-    # The names that each worker defines, such as `rank`, and that the task has bound otherwise.
+    # Names such as `rank`, which each worker defines, and to which the task gave another value.
     covered: frozenset[str] = frozenset()
     unfit: str = ""  # the reason why the agent must kill the process
     dead: tuple[int, ...] = ()  # keys of notebook objects whose counterparts no longer exist here

@@ -26,8 +26,8 @@ A colour code may precede the time: the pattern also allows a digit and `m` righ
 
 _TIME = re.compile(TIME)
 # Times are found by a search for `_PART_OF_TIME`, which is fast since it begins with a fixed
-# character.  The whole time begins 13, 8 or 2 characters before: with a date, with a short date as
-# torch writes it (`E0314 `), or without a date.
+# character.  The whole time begins 13 characters before this part if it has a date, 8 characters if
+# it has a short date as torch writes it (`E0314 `), and 2 characters if it has no date.
 _PART_OF_TIME, _BEFORE_PART = re.compile(r":\d\d:\d\d"), (13, 8, 2)
 
 _VARIES = re.compile(
@@ -43,7 +43,7 @@ _MARK, _PLACEHOLDER, _OF_TIME = "\0", "\0n", "\0t"
 _ERROR_OF_GROUP = re.compile(r"^ *(?:\| *)+[A-Za-z_][\w.]*: .+", re.MULTILINE)
 """A row `    | ValueError: rank 3 has no shard` in the traceback of an exception group."""
 _CELL_LINE = re.compile(r"Cell In\[\d+\], line (\d+)")
-# A longer error text is compared without placeholders, which would take too long.
+# characters; no placeholders are put into a longer text of an error, since this would take too long
 _MAX_COMPARED = 100_000
 
 
@@ -100,7 +100,7 @@ class Digest:
     __slots__ = ("_hashes",)
 
     def __init__(self) -> None:
-        # For `OutputDigests.alike`, for `OutputDigests.same`, and for the streams of lines.
+        # The hashes for `OutputDigests.alike` and `OutputDigests.same`, and of the lines' streams.
         self._hashes = [hashlib.blake2b(digest_size=16) for _ in range(3)]
 
     def add(self, text: str, origins: bytes = b"") -> None:
@@ -180,10 +180,11 @@ def cell_line_of(failure: Failure) -> int:
 
 
 def _place(failure: Failure) -> str:
-    """Return the traceback for a comparison, without the message unless the message is very long.
+    """Return the traceback of a failure as `error_keys` compares it.
 
-    Stop interrupts ranks at random places in libraries, so only the cell's own lines of the
-    traceback of a KeyboardInterrupt are compared.
+    The message at its end is removed, because `error_keys` compares the message by itself; a
+    message longer than `_MAX_COMPARED` stays.  Of a KeyboardInterrupt only the cell's own lines are
+    returned, because Stop interrupts ranks at random places in libraries.
     """
     text = "\n".join(failure.traceback)
     if failure.name == "KeyboardInterrupt":
@@ -213,7 +214,7 @@ NUMBER = (
 # --- parsing progress bars ---------------------------------------------------------------------
 
 BAR_SIGNS = ("%|", "it/s", "s/it", "━━━━━", "[=====")
-"""Signs of which nearly every bar has one and few other texts have any: checked before parsing."""
+"""Nearly every bar has one of these signs, and few other texts do: a quick check before parsing."""
 
 LONGEST_BAR = 2000
 """The most characters of a row that can be a progress bar."""
@@ -291,7 +292,7 @@ class Bar(NamedTuple):
 
     @property
     def position(self) -> float:
-        """The fraction done, or, if it is unknown, the amount done: to compare bars of ranks."""
+        """The fraction done, or the amount done if the fraction is unknown, to compare bars."""
         return number_of(self.done) if self.fraction is None else self.fraction
 
 
@@ -413,7 +414,7 @@ def _from_any(plain: str, drawn: re.Match[str] | None) -> Bar | None:
 
 
 def _without_times(text: str, *, is_finished: bool) -> tuple[str, float | None, float | None]:
-    """Replace a bar's times by null characters; also return the elapsed and remaining seconds.
+    """Return a bar's text with null characters for times, and the elapsed and remaining seconds.
 
     If there is only one time, it is the remaining time, or the elapsed time of a finished bar.
     """

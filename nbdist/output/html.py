@@ -276,9 +276,10 @@ def _fits(rows: list[str], width: int) -> bool:
 def _side_by_side(blocks: list[PanelBlock], shown: Panel) -> str:
     """Write blocks side by side, in columns that are equally wide.
 
-    If any block has a figure, the columns share the width of the page: a wide page has three in a
-    row, but two of two or four blocks.  Other columns are as wide as the widest line, and as many
-    as fit are in a row; of four blocks each row has two or four.
+    If any block has a figure, the columns share the width of the page.  A wide page has two columns
+    for two or four blocks, and three columns for other numbers of blocks.  Without figures a column
+    is as wide as the widest line, and a row has as many columns as fit; four blocks stand in one
+    row, or in two rows of two blocks.
     """
     if len(blocks) == 1:
         return _block(blocks[0], shown)

@@ -23,7 +23,10 @@ from nbdist.output.wording import TracebackPart
 
 GREEN, BLUE, RED, AMBER, GREY = "#2a9d4a", "#2f7fe6", "#d43a3a", "#b7791f", "#868e96"
 INDENT = "0.6em"
-"""The width of a character, by which JupyterLab indents printed text; it drops the unit `ch`."""
+"""About the width of a character, by which JupyterLab indents printed text.
+
+The unit is not `ch`, because JupyterLab drops styles with that unit.
+"""
 
 _PANEL = (
     "font-family:monospace;font-size:13px;line-height:1.4;text-align:left;margin:0;"

@@ -196,8 +196,8 @@ def final_layout(
 ) -> Panel:
     """Lay out a cell that has finished, or, as seen at `now`, a cell that has not.
 
-    `logs` has the log file of each rank.  If the panel `is_on_page`, the page shows displays that a
-    panel cannot embed below the panel; blocks that have only such displays are left out.
+    `logs` has the log file of each rank.  If the panel `is_on_page`, the page itself shows displays
+    that a panel cannot embed, below the panel.  So blocks with only such displays are left out.
     """
     logs = logs or {}
     shown = _base_panel(transcript, now, pool)._replace(pace=_pace(transcript), note=note)
@@ -338,7 +338,7 @@ def _final_blocks(
 
 
 def _failed_first_text(group: AlikeRanks, transcript: Transcript) -> str:
-    """Say `failed first` of the group with the first error; return "" for any other group.
+    """Return `failed first` for the group with the first error, and "" for any other group.
 
     Also return "" if no other rank has failed, so that the words would say nothing.  Also return ""
     if closed connections or the agent ended the rank's cell, or if Stop came before the error: the
@@ -361,7 +361,7 @@ def _failed_first_text(group: AlikeRanks, transcript: Transcript) -> str:
 
 
 def _pace(transcript: Transcript) -> str:
-    """Say `slowest rank 3 (3.2 s), fastest rank 0 (1.1 s)`; "" if all ranks took similar times.
+    """Return `slowest rank 3 (3.2 s), fastest rank 0 (1.1 s)`; "" if ranks took similar times.
 
     Also return "" if the cell did not succeed on all ranks: the time until a failure says nothing
     about the speed of a rank.
@@ -378,7 +378,7 @@ def _pace(transcript: Transcript) -> str:
 
 
 def _output_size(output: RankTranscript) -> str:
-    """Say how much output a rank has: `3 lines`, or `1 line, 2 displays`."""
+    """Return how much output a rank has, as text: `3 lines`, or `1 line, 2 displays`."""
     lines, displays = output.line_count, len(output.displays)
     parts = [lines_text(lines)] if lines else []
     parts += [count(displays, "display")] if displays else []
@@ -389,9 +389,10 @@ def _output_size(output: RankTranscript) -> str:
 
 
 def _is_open(group: AlikeRanks, transcript: Transcript, lines: int, room: int) -> bool:
-    """Return True if the block of a group is open: that of the first rank, or of failed ranks.
+    """Return True if the block of a group is open.
 
-    Also return True if the block has few lines, or if its lines fit in `room`.
+    The block of the first rank and the blocks of failed ranks are always open.  Another block is
+    open if it has few lines, or if its lines fit in `room`.
     """
     is_first = group.ranks[0] == transcript.ranks[0]
     return is_first or group.has_failed or lines <= max(room, _ALWAYS_OPEN_LINES)
@@ -496,7 +497,7 @@ def _base_panel(transcript: Transcript, now: float | None, pool: str) -> Panel:
 
 
 def _error_line(group: AlikeRanks, transcript: Transcript) -> str:
-    """Say a group's error in one line; "" if there is none.
+    """Return a group's error as a line; "" if there is none.
 
     Also return "" for the first exception of the cell, of which the block shows the traceback.
     """

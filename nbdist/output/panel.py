@@ -65,7 +65,7 @@ class Hidden(NamedTuple):
 
 
 PanelItem: TypeAlias = list[ScreenLine] | RichDisplay | Hidden | str
-"""A part of a block: lines, a display, a number of hidden lines, or a remark for a display."""
+"""A part of a block: lines, a display, a `Hidden`, or a remark that replaces a display."""
 
 
 class PanelBlock(NamedTuple):
@@ -96,9 +96,10 @@ class PanelBlock(NamedTuple):
         return [f"… {self.earlier:,} earlier"] if self.earlier else []
 
     def hidden_text(self, hidden: Hidden) -> str:
-        """Say where people find hidden lines: `… 9,800 lines more: %dist_output -r 3 --all`.
+        """Return a line on hidden lines: `… 9,800 lines more: %dist_output -r 3 --all`.
 
-        Also name the log file, if it is known; only the log, if the notebook lacks the lines.
+        The line also names the log file if it is known.  If only the log has the lines, no command
+        is named.
         """
         if hidden.in_log_only:
             return in_log_only(hidden.lines, self.log)
@@ -144,9 +145,9 @@ class Panel(NamedTuple):
 
     @property
     def more_text(self) -> str:
-        """Name the ranks of `more`: `and 72 more: ranks 127-198`; "" if there are none.
+        """A text with the ranks of `more`: `and 72 more: ranks 127-198`; "" if there are none.
 
-        Unless the cell still runs, also name the command that shows their output.
+        Unless the cell still runs, the text also names the command that shows their output.
         """
         if not self.more:
             return ""
@@ -232,7 +233,7 @@ def limit_size(shown: Panel) -> Panel:
 def _limit_block(
     block: PanelBlock, max_bytes: int, figure: int, *, is_live: bool
 ) -> tuple[PanelBlock, int]:
-    """Return a block with as much of its newest output as `max_bytes` bytes hold, and its bytes.
+    """Return a block with as much newest output as `max_bytes` bytes hold, and the block's bytes.
 
     While the cell runs, a figure is shown only if it has at most `figure` bytes.
     """

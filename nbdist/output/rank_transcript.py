@@ -60,7 +60,7 @@ class RichDisplay(NamedTuple):
 
     @classmethod
     def of(cls, display: events.Display) -> RichDisplay:
-        """Compute the digests of a display once, since its content may be large."""
+        """Return a display with its digests, which are kept, since its content may be large."""
         # The digests leave out `is_result`: a panel shows results and displays in the same way.
         data = {kind: value for kind, value in display.data.items() if kind != "text/plain"}
         if WIDGET in data:  # the model's id differs on each rank, also for alike widgets
@@ -167,7 +167,7 @@ class RankTranscript:
 
     @property
     def visible_pieces(self) -> list[OutputPiece]:
-        """The pieces except for screens without a line, as with only a progress bar.
+        """The pieces, except for screens without a line, such as one with only a progress bar.
 
         Ranks whose output is alike (see `body`) have the same number of visible pieces.
         """
@@ -356,7 +356,8 @@ class RankTranscript:
         self._room -= self._cost(display)
         if self._room >= 0:
             return
-        # Count again, only what is kept: the room still lacks contents that updates have replaced.
+        # Count the kept displays again: `_room` was also reduced by contents that updates have
+        # replaced since.
         self._room = self._most_shown
         kept: list[OutputPiece] = []
         note_place = dropped = 0

@@ -142,7 +142,7 @@ class Screen:
         self._open: _OpenRow | None = None  # replaces _rows[_row] while a program writes the row
         self._style = PLAIN
         self._pending = {"stdout": "", "stderr": ""}
-        self._digest = Digest()  # of the rows before _settled
+        self._digest = Digest()  # the digest of the rows before row `_settled`
         self._settled = 0
         self._bars = BarRows()
         self._parsed: tuple[str, Bar | None] = "", None  # cache: the last parsed row, and its bar
@@ -155,7 +155,7 @@ class Screen:
 
     @property
     def dropped(self) -> int:
-        """The number of rows that can no longer be read, which are the topmost."""
+        """The number of rows that can no longer be read; they are the topmost rows."""
         return max(self._first, self.end - self._keep)
 
     @property
@@ -231,8 +231,8 @@ class Screen:
     def bars(self) -> list[tuple[int, Bar]]:
         """Return the progress bars and their rows, the topmost first.
 
-        If a program has printed a line of text and drawn the bar again below, only the last row of
-        the bar is returned.
+        If a program has printed text and has drawn the same bar again below the text, only the last
+        row of the bar is returned.
         """
         bar = self._bar_at_cursor()
         return self._bars.list_bars((self.cursor, bar) if bar else None, self._is_ended)
@@ -474,7 +474,7 @@ class Screen:
         elif text.isspace() and not self._column and self._is_redrawing:
             if bar := self._bar_at_cursor():
                 self._bars.drop_removed(bar)
-                row.cut(len(text))  # erases also the end of a bar that was longer
+                row.cut(len(text))  # also erase the end of a bar that is longer than `text`
             elif not row.plain.strip():
                 first = max(self._first, self.cursor - _UNSETTLED)
                 self._bars.drop_lowest(len(text), first, self._width_of)

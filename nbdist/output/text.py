@@ -121,7 +121,7 @@ def _body(shown: Panel) -> Iterator[str]:
         bars = [clip(row, _LIVE_WIDTH) if shown.is_live else row for row in bars_text(shown.bars)]
         parts.insert(len(failed), [_header(shown.bars.ranks, "bars"), *bars])
     yield from chain.from_iterable(parts)
-    for row in shown.rows:  # of ranks without a block, or of ranks that are a few lines ahead
+    for row in shown.rows:  # the rows of ranks without a block, or with a few lines more
         yield _header(row.ranks, row.sameness)
         yield strip(row.line.text)
     if shown.silent:
@@ -192,7 +192,7 @@ class _Rank:
 
     screen: Screen = field(default_factory=lambda: Screen(_KEEP))
     queued_to: int = 0  # the row of the screen before which all lines are queued
-    bars: list[Bar] = field(default_factory=list)  # of earlier screens: see `end_screen`
+    bars: list[Bar] = field(default_factory=list)  # the bars of earlier screens (`end_screen`)
     queue: deque[tuple[float, str]] = field(default_factory=deque)
     waiting: Counter[str] = field(default_factory=Counter)  # how often each text is in the queue
 
@@ -269,8 +269,8 @@ class PlainLines:
     """Merges the lines of ranks to one stream, in which each line begins with its ranks.
 
     Equal lines of several ranks become one line, such as `[0-3] epoch 1`, if they arrive within
-    `MERGE_SECONDS`.  Callers must call `due` about so often, and `finish` at the end.  Times are
-    monotonic, in seconds.
+    `MERGE_SECONDS`.  Callers must call `due` about every `MERGE_SECONDS`, and `finish` at the end.
+    Times are monotonic, in seconds.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:

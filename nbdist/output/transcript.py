@@ -39,23 +39,24 @@ from nbdist.output.wording import error_text, fold_ranks
 from nbdist.words import name_ranks
 
 SHOWN_OF_ALL, SHOWN_AT_LEAST = 256 << 20, 4 << 20
-"""The most characters of displays that are kept: of all ranks together, and of each rank at least.
+"""The most characters of displays that all ranks together keep, and that each rank may always keep.
 
-With very many ranks, the second number for each rank is in sum more than the first.
+With very many ranks, `SHOWN_AT_LEAST` for each rank is in sum more than `SHOWN_OF_ALL`.
 """
 
 MAX_WARNINGS = 4
 
 MAX_EXACT_ROWS = 16
-"""The most lines and displays of a cell for which ranks with different numbers are not merged.
+"""Ranks with different numbers are not merged if a cell has at most this many lines and displays.
 
-See `Transcript.groups`.
+The lines and displays of each group count once: see `Transcript.groups`.
 """
 
 MAX_NUMBERED_LINES, MAX_NUMBERED_LINES_OF_ALL = 200, 6_000
-"""The most lines of outputs that are merged although they differ in numbers.
+"""Outputs that differ in numbers are merged only if a rank has at most this many lines.
 
-The limit for a rank is the first number, or an equal share of the second number if that is more.
+The limit is `MAX_NUMBERED_LINES`, or, if that is more, a rank's equal share of
+`MAX_NUMBERED_LINES_OF_ALL`.
 """
 
 
@@ -78,7 +79,7 @@ class Transcript:
         return self.by_rank[rank]
 
     def start(self, now: float) -> None:
-        """Start the clock of the cell, and mark all ranks as running: the cell was sent to them."""
+        """Start the clock of the cell, which was sent to all ranks, and mark them as running."""
         self.started = now
         for each in self:
             each.begin(now)
@@ -96,7 +97,7 @@ class Transcript:
                 each.receive(Done("aborted", self.elapsed(now)), now)
 
     def warn(self, text: str) -> None:
-        """Add a warning to the head of the panel, unless `MAX_WARNINGS` warnings are there."""
+        """Add a warning to the head of the panel, once; after `MAX_WARNINGS` warnings add none."""
         if text not in self.warnings and len(self.warnings) < MAX_WARNINGS:
             self.warnings.append(text)
 
@@ -254,7 +255,8 @@ Likeness = Literal[
 """How alike the ranks of a group are, in the words of the panel.
 
 `{…}` stands for a set such as `{0.68, 0.67}`, which the panel shows instead of a number, address,
-device or process id that differs.  If times of day differ, it shows the earliest and the latest.
+device or process id that differs.  If times of day differ, the panel shows the earliest and the
+latest time.
 """
 
 
@@ -348,7 +350,7 @@ def _group_of(
     error = fold_errors([error for each in members if (error := each.error)])
     likeness: Likeness = "same except for {…}"
     if error is None and shown.error is not None:
-        # The key begins with the lines of the cell, but a stopped script has no cell: no lines.
+        # The key begins with lines of the cell, or with a newline if a script was stopped.
         has_line = not shown.error_keys[0].startswith("\n")
         likeness, error = "stopped in the same line" if has_line else "stopped", shown.error
     elif len({error_content(each.error) for each in members}) == 1 and (
@@ -550,7 +552,7 @@ def fold(texts: Sequence[str]) -> str | None:
 
 
 def _split_places(text: str) -> tuple[list[str], list[str]]:
-    """Split a text at its numbers, addresses and times; return the texts between, and these."""
+    """Return the numbers, addresses and times in a text, after the texts between them."""
     places = _places_of(text)
     return places.split(text), places.findall(text)
 
@@ -643,8 +645,8 @@ def error_content(error: RankError | None) -> object:
 def _alike_keys(error: RankError | None, keys: Collection[str]) -> frozenset[str]:
     """Return texts by which errors are compared: two errors are alike if they share a text.
 
-    The deaths of two processes are alike only if their exit codes are equal, and the reasons for
-    which the agent has killed them, if it has.
+    The deaths of two processes are alike only if their exit codes are equal, and also the reasons
+    if the agent has killed the processes.
     """
     why = error.why if isinstance(error, Died) else ""
     return frozenset(f"{key} {why}" for key in keys)
@@ -719,7 +721,7 @@ _LABEL = re.compile(r"((?:[A-Za-z_][\w./-]* )?)([A-Za-z_][\w./-]*)[\"']?\s*[:=]?
 
 TextsByLine: TypeAlias = tuple[tuple[str, ...], ...]
 NumbersByLine: TypeAlias = tuple[tuple[str, ...], ...]
-"""By line of a short output: the texts between the numbers, and the numbers."""
+"""For each line of a short output: the texts between its numbers, and its numbers."""
 
 
 def unlike_most(groups: Sequence[AlikeRanks]) -> frozenset[int]:

@@ -23,7 +23,7 @@ _Said = TypeVar("_Said", bound=Hashable)
 
 
 def fold_ranks(values: Mapping[int, _Said]) -> dict[_Said, list[int]]:
-    """Group ranks by their values; the value of the lowest rank comes first."""
+    """Return the ranks of each value, in rising order; the value of the lowest rank comes first."""
     ranks_by_value: dict[_Said, list[int]] = {}
     for rank in sorted(values):
         ranks_by_value.setdefault(values[rank], []).append(rank)
@@ -31,7 +31,7 @@ def fold_ranks(values: Mapping[int, _Said]) -> dict[_Said, list[int]]:
 
 
 def difference(values: Mapping[int, Hashable]) -> str:
-    """Say `rank 2 differs from ranks 0-1,3`, or `ranks 0-3 all differ`; "" if all are equal."""
+    """Return `rank 2 differs from ranks 0-1,3` or `ranks 0-3 all differ`; "" if all are equal."""
     first, *others = sorted(fold_ranks(values).values(), key=lambda ranks: (-len(ranks), ranks))
     ranks = sorted(chain.from_iterable(others))
     if not ranks:
