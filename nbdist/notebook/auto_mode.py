@@ -54,8 +54,8 @@ REASONS: dict[RunTarget, dict[str, str]] = {
 """Line magics that do not run on the ranks alone, by `RunTarget` and by the reason.
 
 A "command" runs once, in the notebook, as each rank would copy or remove the same files again.
-It runs on the ranks if its output is assigned, or if it fills in a variable of the ranks or a name
-that occurs in the lines above it.
+But it runs on the ranks if its output is assigned, if it fills in a variable of the ranks, or if it
+fills in a name that occurs in the lines above the command.
 """
 
 CELLS_HERE = {
@@ -239,7 +239,7 @@ class AutoCells:
     def code_to_run(self, code: str, tags: Iterable[str] = ()) -> str:
         """Return the code that IPython runs in place of a typed cell.
 
-        That is the cell itself without auto mode, and if no part of the cell runs on the ranks.
+        Without auto mode, and if no part of the cell runs on the ranks, that is the cell itself.
         """
         mode = self._mode
         pool = DEFAULT_POOL if mode.pool is None and TAG in tags else mode.pool

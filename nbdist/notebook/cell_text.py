@@ -99,7 +99,7 @@ def magic_at(code: str, cursor: int) -> MagicLine | None:
 
 
 def as_comment(code: str) -> str:
-    """Turn the line of a cell magic into a comment, without moving other characters.
+    """Return a cell with the line of its cell magic as a comment; no other character is moved.
 
     So positions of the cursor in the cell are also right in the returned code.
     """
@@ -142,7 +142,7 @@ LineMagic = tuple[str, str, str]
 
 
 def transform_first_lines(lines: list[str], *, local_is_plain: bool = True) -> list[str]:
-    """Move a cell magic of nbdist to the first line, as IPython requires.
+    """Return the lines with a cell magic of nbdist moved to the first line, as IPython requires.
 
     Comments and `%load_ext nbdist` above the magic move below it, as comments, so that all other
     lines keep their numbers.  A cell whose magic is below other code becomes a line that raises an
@@ -218,14 +218,14 @@ def split_off_magics(cell: str) -> tuple[str, list[LineMagic]]:
 
 
 def remove_comment(line: str) -> str:
-    """Remove a comment from a magic's line: `#` at the start or after a space, not in quotes."""
+    """Return a magic's line without a comment: `#` at the start or after a space, not in quotes."""
     plain = _QUOTED.sub(lambda quoted: "_" * len(quoted[0]), line)
     match = _COMMENT_START.search(plain)
     return line[: match.start()] if match else line
 
 
 def _count_above(lines: Sequence[str]) -> int:
-    """Count the lines at the beginning that are blank, comments or `%load_ext nbdist`."""
+    """Return how many lines at the beginning are blank, comments or `%load_ext nbdist`."""
     code = (
         at for at, line in enumerate(lines) if not (_is_comment(line) or _LOAD_NBDIST.match(line))
     )
@@ -310,7 +310,7 @@ def is_python(shell: InteractiveShell, cell: str) -> bool:
 
 
 def as_magic(shell: Any, cell: str, world: World | None) -> str:
-    """Turn `cd /tmp` into `%cd /tmp` if IPython would do so, and no rank has a variable `cd`.
+    """Return `cd /tmp` as `%cd /tmp` if IPython would do so, and no rank has a variable `cd`.
 
     IPython adds `%` only in cells of one line.  With the cell magic above it, the cell has two
     lines, so nbdist must add it.

@@ -161,7 +161,7 @@ def attempt_steps(
     names = world.session.names
     names = names.copy() if options.max_restarts else names
     for attempt in world.session.attempts(task, options.max_restarts):
-        pids = world.pids  # by rank, before the attempt
+        pids = world.pids  # the pids of all ranks before the attempt
         shipment = make_shipment(pool, world, names, pack)
         running = yield from _attempt(pool, world, attempt, shipment, display, patience, setup)
         if not running.restart_text:
@@ -193,7 +193,7 @@ def outcome_of(
 
 
 def make_shipment(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shipment:
-    """Decide which variables to send with a cell.
+    """Return the variables and changes to send with a cell, as a shipment.
 
     If the plan has a question, first ask ranks which of the question's objects they have changed.
     Ranks that run a job are not asked: they could answer only after the job.

@@ -228,7 +228,7 @@ class Command:
         return [f"{self.shown_name} --{name}" if name else self.shown_name for name in self.looks]
 
     def magic(self, pools: Pools) -> Callable[..., Any]:
-        """Make the function that IPython calls with a line, and with a cell if there is one."""
+        """Return the function that IPython calls with a line, and with a cell if there is one."""
 
         @wraps(self.run)  # so that `%dist_init?` shows the help and the file of the function
         def magic(text: str, cell: str = "") -> Any:
@@ -276,7 +276,7 @@ class Command:
         return magic
 
     def line_magic(self, pools: Pools) -> Callable[..., None]:
-        """Make the line magic of a cell magic, such as `%distributed x = 1`.
+        """Return the line magic of a cell magic, such as `%distributed x = 1`.
 
         IPython does not fill in `{x}` in the line of this magic.
         """

@@ -48,7 +48,7 @@ TIMEOUT = 0.9  # seconds for the workers' answer: JupyterLab waits for one secon
 class Completion:
     """Answers a front end's requests for completions and inspections in cells of the workers.
 
-    It asks an idle rank; without an answer it completes names from the notebook's tables.
+    It asks an idle rank.  If no rank answers, it completes names from the notebook's tables.
     """
 
     def __init__(self, pools: Pools, commands: Iterable[Command]) -> None:
@@ -200,7 +200,7 @@ class Completion:
 def _ask(
     world: World, magic: MagicLine, question: TypingQuestion
 ) -> Completions | Description | None:
-    """Ask an idle rank of the cell's ranks; if none of them answers, ask an idle one of the others.
+    """Ask an idle rank of the cell; if no rank of the cell answers, ask an idle one of the others.
 
     Returns None if no answer has come after `TIMEOUT` seconds.
     """

@@ -616,7 +616,7 @@ def progress(display: CellDisplay, what: str) -> Callable[[int, int], None]:
 
 
 def progress_text(what: str, done: int, total: int, seconds: float) -> str:
-    """Write `sending data: 1.2 GiB of 4 GiB · 1.1 GiB/s`."""
+    """Return `sending data: 1.2 GiB of 4 GiB · 1.1 GiB/s`."""
     return f"{what}: {size_text(done)} of {size_text(total)} · {size_text(done / seconds)}/s"
 
 

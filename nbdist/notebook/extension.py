@@ -150,7 +150,8 @@ def wrap_methods(
         stack.callback(debugger.open())
         wrappers.append((kernel, "do_debug_request", debugger.answer))
     stack.callback(pools.pages.listen(kernel))
-    # Before IPython's own transformers, which change line numbers by removing leading blank lines.
+    # Insert the transformer before IPython's own transformers, which change line numbers when they
+    # remove leading blank lines.
     transform = partial(transform_first_lines, local_is_plain=kernel is not None)
     shell.input_transformers_cleanup.insert(0, transform)
     stack.callback(shell.input_transformers_cleanup.remove, transform)
@@ -240,7 +241,7 @@ def read_rest_of_cell(shell: Any) -> None:
             is_running = False
 
     def end(*_: object) -> None:
-        # While the rest of the cell runs, the event is of another cell, which this cell runs.
+        # The rest of this cell may run other cells: ignore the events of those cells.
         if not is_running:
             undo()
             for event in EVENTS:
@@ -310,8 +311,8 @@ class Border:
 def _cut_traceback(error: BaseException | None) -> None:
     """Remove nbdist's frames from the traceback of an error that nbdist or Stop has raised.
 
-    Other errors keep their tracebacks.  Does the same for the error's cause, or else its context,
-    and so on.
+    Other errors keep their tracebacks.  The traceback of the error's cause, or of its context if it
+    has no cause, is cut too, and so on.
     """
     seen_ids: set[int] = set()
     while error is not None and id(error) not in seen_ids:

@@ -62,7 +62,7 @@ _NONE: frozenset[str] = frozenset()
 
 
 def names_used(source: str) -> frozenset[str]:
-    """Find the global names that a cell reads before it has certainly bound them.
+    """Return the global names that a cell reads before it has certainly bound them.
 
     In doubt a name counts as used: a name that is bound under a condition may be unbound, and a
     function may be called wherever its name is read.  Raises SyntaxError.
@@ -81,17 +81,17 @@ def bound_before(source: str) -> Mapping[str, frozenset[str]]:
 
 
 def names_used_later(source: str) -> frozenset[str]:
-    """Find the global names that functions, classes and lambdas of a cell read when they run."""
+    """Return the global names that functions, classes and lambdas of a cell read when they run."""
     return frozenset(_cell(source).inner)
 
 
 def names_bound(source: str) -> frozenset[str]:
-    """Find the names that a cell may bind, or delete, at global level.  Raises SyntaxError."""
+    """Return the names that a cell may bind, or delete, at global level.  Raises SyntaxError."""
     return frozenset(_cell(source).bound)
 
 
 def names_read_first(source: str) -> frozenset[str]:
-    """Find the names that a cell's bytecode reads or deletes before any instruction binds them.
+    """Return the names that a cell's bytecode reads or deletes before any instruction binds them.
 
     Functions and classes of the cell do not count.  Raises SyntaxError.
     """
@@ -99,17 +99,17 @@ def names_read_first(source: str) -> frozenset[str]:
 
 
 def names_certainly_bound(source: str) -> frozenset[str]:
-    """Find the names that a cell has bound whenever it ends without an error."""
+    """Return the names that a cell has bound whenever it ends without an error."""
     return _cell(source).certain
 
 
 def dotted_names(source: str) -> frozenset[tuple[str, ...]]:
-    """Find the attributes that a cell reads of names, as tuples: ("xml", "dom") for `xml.dom`."""
+    """Return the attributes that a cell reads of names, as tuples: ("xml", "dom") for `xml.dom`."""
     return frozenset(_cell(source).chains)
 
 
 def names_in_commands(source: str) -> list[str]:
-    """Find the names that a cell's `!` lines and line magics fill in: `path` in `!ls {path}`.
+    """Return the names that a cell's `!` lines and line magics fill in: `path` in `!ls {path}`.
 
     Lines inside of functions do not count.
     """
@@ -118,7 +118,7 @@ def names_in_commands(source: str) -> list[str]:
 
 
 def names_filled_in(text: str) -> list[str]:
-    """Find the names in `{x}` and `$x` of a command, except those that the command itself sets."""
+    """Return the names in `{x}` and `$x` of a command, except names that it sets itself."""
     names = (name for source in _filled_in([text]) for name in sorted(names_used(source)))
     return [name for name in dict.fromkeys(names) if not _is_the_shells(name, text)]
 
@@ -327,11 +327,12 @@ class _Code:
         return states
 
     def _after_with(self, handlers: dict[int, int]) -> dict[int, set[str]]:
-        """Map the jump that ends a `with` after a suppressed error to the names its body binds.
+        """Return the names that the body of each `with` binds, by the index of a jump instruction.
 
-        The names count as bound after that jump, although the error may have come before: almost no
+        The jump ends the `with` after the context manager has suppressed an error.  The names count
+        as bound after the jump, although the error may have come before they were bound: almost no
         context manager suppresses errors.  Returns an empty dict if the code names `suppress` or
-        `raises`, which do.
+        `raises`, which suppress errors.
         """
         bound_by_jump: dict[int, set[str]] = {}
         for start, step in enumerate(self._steps):
@@ -375,7 +376,7 @@ def code_in_magic(method: str, texts: list[str]) -> list[str]:
 
 def _filled_in(texts: list[str]) -> list[str]:
     parts = [part for text in texts for part in (*_BRACES.findall(text), *_DOLLAR.findall(text))]
-    # As an f-string, so that Python separates an expression from its format: `{x:.3f}`.
+    # Read each part as an f-string: Python then separates an expression from its format, `{x:.3f}`.
     return [*filter(_is_python, (f"f{'{' + part + '}'!r}" for part in parts))]
 
 

@@ -247,7 +247,7 @@ class FinishedCells:
 
 
 def late_texts(outputs: Iterable[tuple[int, Output]]) -> list[str]:
-    """Write `ranks 0-1 printed after their last cell: bye`, a line for each different output."""
+    """Return `ranks 0-1 printed after their last cell: bye`, a line for each different output."""
     text_by_rank: dict[int, str] = {}
     for rank, output in outputs:
         text_by_rank[rank] = text_by_rank.get(rank, "") + _text_of(output)

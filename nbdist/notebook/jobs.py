@@ -265,7 +265,7 @@ class Job:
     def keeps_running_text(self) -> str:
         """The part of an interrupted wait's error that says that the job runs on.
 
-        It also says how to stop the job.
+        The text also says how to stop the job.
         """
         again = "Stop again, or " if self._place.is_known else ""
         return f"{self.title} keeps running: {again}`%dist_interrupt` stops it"
@@ -302,7 +302,7 @@ class Job:
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a step of this job is running: the caller was then called by that step."""
+        """Whether a step of this job runs now; if so, that step has called the caller."""
         return self._is_stepping
 
     @property
@@ -315,9 +315,10 @@ class Job:
         return not (self.has_ended or self._is_stepping) and is_main_thread()
 
     def pop_failure_note(self) -> str:
-        """Return, at the first call, a line on the failure of the job's cell, or "".
+        """Return a line on the failure of the job's cell; "" if it has not failed, and later.
 
-        Returns "" also if the user has waited for the job's end by `wait`, `result` or `await`.
+        Later calls return "", and so does the first call if the user has waited for the job's end
+        by `wait`, `result` or `await`.
         """
         is_heard, self._was_waited_for = self._was_waited_for, True
         if is_heard or not isinstance(self._error, WorkerError | CellTimeout):

@@ -50,8 +50,8 @@ OPTION_GROUPS = {
 READ_LATE = {"env", "rdzv_endpoint"}
 """Options whose text `typed_options` reads, and not argparse.
 
-`--env` can be repeated, so only all of its texts together have a value.  `%dist_run` may ignore
-`--rdzv-endpoint`, so an invalid value must not fail before.
+`--env` can be repeated, and all of its texts together make one value.  `%dist_run` may ignore
+`--rdzv-endpoint`, so argparse must not refuse an invalid value.
 """
 
 Magic = Callable[..., Any]
@@ -68,7 +68,7 @@ def world_options(magic: Magic) -> Magic:
 
 
 def _add(name: str, option: Option) -> Callable[[Magic], Magic]:
-    """Make a decorator that adds this option to a magic; its value is None if it is not typed."""
+    """Return a decorator that adds an option to a magic; the option is None if it is not typed."""
     how: dict[str, Any] = {"dest": name, "help": option.help.replace("%", "%%")}
     default = WorldConfig.__dataclass_fields__[name].default
     if isinstance(default, bool):
@@ -155,7 +155,8 @@ def check_same(world: World, options: argparse.Namespace) -> None:
     # If an option was not typed at the start, compare with the value that the start has chosen.
     session = world.session
     chosen = {"backend": session.backend, "name": session.spec.name}
-    is_full = not isinstance(session.config.n, int)  # unless `-n` is a number, workers fill `-j`
+    # Unless `-n` is a number, there is a worker for each place of `-j`.
+    is_full = not isinstance(session.config.n, int)
     chosen["layout"] = (is_full and session.config.layout) or session.layout
     chosen["launcher"] = session.config.launcher_name
     for name, new in typed.items():
@@ -177,7 +178,7 @@ def check_same(world: World, options: argparse.Namespace) -> None:
 def torchrun_options(magic: Magic) -> Magic:
     """Let a magic accept torchrun's options that nbdist does not need.
 
-    The parsed options have a list of those that were typed, as `ignored`.
+    The attribute `ignored` of the parsed options lists the options of torchrun that were typed.
     """
     for flags, only in TORCHRUN_IGNORED.items():
         how: dict[str, Any] = {"dest": "ignored", "action": "append", "help": SUPPRESS}
@@ -205,7 +206,7 @@ ARGPARSE = (
 
 
 def parse(magic: Magic, name: str, line: str) -> argparse.Namespace:
-    """Return the options in a magic's line; an UsageError also says how to see all options."""
+    """Return the options in a magic's line; a UsageError also says how to see all options."""
     try:
         return magic.parser.parse_args([word for word, *_ in words_of(magic, line)])  # type: ignore[attr-defined, no-any-return]
     except (IPythonUsageError, ValueError) as error:
@@ -275,7 +276,7 @@ def split_code(magic: Magic, line: str) -> tuple[str, str]:
 
 
 def names_in(words: Iterable[str]) -> list[str]:
-    """Split words at commas: `a b`, `a, b` and `a,b` are all two names."""
+    """Return the names in words, split at commas: `a b`, `a, b` and `a,b` are all two names."""
     return [name for word in words for name in word.split(",") if name]
 
 
@@ -288,7 +289,7 @@ def arguments_of(magic: Magic) -> list[argparse.Action]:
 
 
 def flags_of(magic: Magic) -> dict[str, argparse.Action]:
-    """Map each flag of a magic to its option."""
+    """Return the options of a magic by their flags; several flags can have the same option."""
     return {flag: each for each in arguments_of(magic) for flag in each.option_strings}
 
 
@@ -403,7 +404,7 @@ def old_flags(line: str, flags: Collection[str]) -> list[str]:
 def our_flag(flag: str, flags: Collection[str]) -> str:
     """Return our flag for a flag of another tool, of a former version, or with underscores.
 
-    Returns a flag unchanged if it is one of the magic's `flags`, or if they lack our flag for it.
+    Returns the flag unchanged if it is one of the magic's `flags`, or if our flag is none of these.
     """
     renamed = SAME.get(flag) or OLD.get(_dashed(flag)) or _dashed(flag)
     return renamed if renamed in flags and flag not in flags else flag

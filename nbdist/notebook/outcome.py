@@ -94,7 +94,7 @@ class Elsewhere(str):
 def last_values(
     session: Session, running: TaskRun, fetch: Callable[[Task], Mapping[int, Brought]]
 ) -> LastValues:
-    """Return the last values of a cell that has ended, of the ranks that succeeded.
+    """Return the last value of a cell that has ended, for each rank that succeeded.
 
     Small values have arrived with the message by which each rank reports that its cell has ended.
     Bigger values are fetched when they are accessed, by a task that `fetch` runs.

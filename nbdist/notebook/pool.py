@@ -389,7 +389,7 @@ class Pool:
     ) -> None:
         """Bind values that were gathered from these ranks, in the notebook.
 
-        `rank_names` are those names that the gathered variables have on the ranks too.  Later cells
+        `rank_names` are the names that the ranks have for the gathered variables too.  Later cells
         do not send the notebook's copies to the ranks.
         """
         self.shell.user_ns.update(values)

@@ -169,7 +169,7 @@ def below_panel(
 
 
 def _readable(shown: Display) -> Display:
-    """Replace the text form of a display, often a class name, by a description of its content."""
+    """Return a display with a description of its content as text, often instead of a class name."""
     return shown._replace(data={**shown.data, "text/plain": plain_of(shown.data)})
 
 
@@ -208,8 +208,8 @@ class WidgetRelay:
     def show(self) -> None:
         """Send the ranks' new messages to the pages.
 
-        The outputs that an `Output` widget has captured are sent to its rank too, since a page
-        would tell the rank of them.
+        The rank of an `Output` widget also gets the outputs that the widget has captured, as a page
+        would send them.
         """
         for rank, comm in self.widgets.pop_messages():
             if rank >= 0:
@@ -254,7 +254,7 @@ class WidgetRelay:
         """
         content = message["content"]
         data = content.get("data") or {}
-        if data.get("method") == "request_state":  # of a reloaded page with older ipywidgets
+        if data.get("method") == "request_state":  # sent by a reloaded page with old ipywidgets
             opened, whole = self._open.get(name), self.widgets.whole(name)
             if opened is not None and whole is not None:
                 opened.send({**whole.data}, {}, [*whole.buffers])

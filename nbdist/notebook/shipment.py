@@ -111,7 +111,7 @@ class PackedByRank:
 def replaced_text(
     name: str, value: Any, replaced: Mapping[int, Replaced], verb: str = "changed"
 ) -> str:
-    """Write "the notebook's `m` (Net) replaces the ranks' `m` (Net, trained)"."""
+    """Return "the notebook's `m` (Net) replaces the ranks' `m` (Net, trained)"."""
     kinds = dict.fromkeys(each.kind for each in replaced.values())
     others = dict.fromkeys(other for each in replaced.values() for other in each.others)
     is_changed = any(each.is_changed for each in replaced.values())

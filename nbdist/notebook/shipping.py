@@ -81,7 +81,7 @@ def plan(
     *,
     is_setup: bool = False,
 ) -> Plan:
-    """Find the variables and changes that `ranks` lack for a cell.
+    """Return a plan with the variables and changes that `ranks` lack for a cell.
 
     `source` is the cell after IPython's transformations.  `hidden` is IPython's table of names
     that are not the user's (`shell.user_ns_hidden`), and `gathered` has the names whose values
@@ -101,7 +101,7 @@ def plan(
 
 
 def push(names: Iterable[str], table: NameTable, ranks: Iterable[int]) -> Plan:
-    """Plan to replace the ranks' variables called `names` by those of the notebook.
+    """Return a plan by which the notebook's variables `names` replace those of the ranks.
 
     Raises `VariableNotSent`, UsageError for a name such as `rank`, which each worker has of its
     own, and KeyError for a name that the notebook lacks.
@@ -362,7 +362,7 @@ class Plan:
     # --- the present values and their records ---------------------------------------------
 
     def examine(self, name: str) -> _Look:
-        """Record the present value of a variable, and of all objects that the variable leads to."""
+        """Record and return a variable's present value, with all objects that it leads to."""
         value = self._names[name]
         if is_atomic(value):
             version: Hashable = atomic_version(value)
@@ -721,10 +721,10 @@ class Plan:
         return None
 
     def _notice_replaced(self, name: str, answers: Mapping[int, Inspected]) -> None:
-        """Add a notice if this variable makes ranks lose changes, or have two objects for one.
+        """Add a notice if ranks lose something when the variable's value replaces an older object.
 
-        That is so if the object that the variable replaces was changed on ranks, or has other names
-        there.
+        That is so if ranks have changed the older object, or if it has other names there: these
+        names keep the older object.
         """
         lack = self._ranks_without(name)
         replaced = {r: each.names[name] for r, each in answers.items() if name in each.names}
@@ -742,7 +742,7 @@ class Plan:
             self._notices.append(replaced_text(name, self._names[name], replaced, self._verb(name)))
 
     def _big_text(self, size: int, names: Collection[str]) -> str:
-        """Write `corpus (191 MiB) to 4 ranks`, without small variables if there are large ones."""
+        """Return `corpus (191 MiB) to 4 ranks`, without small variables if there are large ones."""
         names = [*dict.fromkeys(names)]
         heavy = [name for name in names if self._examined[name].record.size >= BIG // 2] or names
         listed = heavy or ["changes"]

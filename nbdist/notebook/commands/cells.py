@@ -79,7 +79,7 @@ def send(line: MagicCall, steps: CellSteps) -> None:
         _bind(line, name, job)
     raised = _run_here(line, running) if here else None
     if not options.no_wait:
-        # The last attempt; `pool.last` may be a cell that a callback of a job has sent meanwhile.
+        # `attempts` has the last attempt; `pool.last` may be a cell that a job's callback has sent.
         attempts = deque([running], maxlen=1)
         try:
             _bind(line, name, run_steps(steps, attempts.append))

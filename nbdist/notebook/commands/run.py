@@ -243,7 +243,7 @@ def memory_tables(by_rank: Mapping[int, Memory]) -> CommandOutput:
 
 
 def headline(by_rank: Mapping[int, Memory]) -> str:
-    """Write a line on all ranks: `ranks 0-3 · 42-61 MiB · this machine 3.1 GiB of 23.5 GiB`."""
+    """Return a line on all ranks: `ranks 0-3 · 42-61 MiB · this machine 3.1 GiB of 23.5 GiB`."""
     parts = [name_ranks(by_rank), size_range(memory.pss for memory in by_rank.values())]
     if gpus := [memory.gpu for memory in by_rank.values() if memory.gpu]:
         used, total = size_range(gpu.used for gpu in gpus), size_range(gpu.total for gpu in gpus)
@@ -271,7 +271,7 @@ def per_rank(by_rank: Mapping[int, F], figures_of: Callable[[F], Figures]) -> li
 
 
 def drop_empty_columns(table: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Remove columns that are empty below their heading, such as `GPU` without GPUs."""
+    """Return the rows without columns that are empty below the heading, as `GPU` without GPUs."""
     return [*zip(*(each for each in zip(*table, strict=True) if any(each[1:])), strict=True)]
 
 
@@ -289,7 +289,7 @@ def used_figures(memory: Memory) -> Figures:
 
 
 def _peak_text(peak: Peak) -> str:
-    """Write `1.2 GiB`, or `at most 1.2 GiB` if the peak may be an earlier cell's."""
+    """Return `1.2 GiB`, or `at most 1.2 GiB` if the peak may be an earlier cell's."""
     return f"at most {size_text(peak.size)}" if peak.is_bound else size_text(peak.size)
 
 
@@ -335,7 +335,7 @@ def freed_figures(cleaned: Cleaned) -> Figures:
 
 
 def rounded(size: int) -> str:
-    """Write a size as `43 MiB`, `240 MiB` or `1.2 GiB`.
+    """Return a size as `43 MiB`, `240 MiB` or `1.2 GiB`.
 
     The size is rounded so that ranks with similar sizes have equal texts and share a row.
     """
