@@ -86,7 +86,7 @@ class Axis(NamedTuple):
 
 
 def label(value: float, unit: float) -> str:
-    """Write a number with the digits that tell it from others in steps of `unit`: `0.05`, `2e-6`.
+    """Return a number with the digits that tell it from others in steps of `unit`: `0.05`, `2e-6`.
 
     Numbers of four digits or more have commas; very small and large numbers have an exponent.
     """
@@ -126,7 +126,7 @@ def with_axes(image: str, down: Axis, across: Axis, edge: float) -> str:
 
 
 def _spread(places: Sequence[tuple[float, str]], style: str) -> str:
-    """Put labels without size at these shares of a row or column, with spaces between them."""
+    """Return labels at these shares of a row or column, between spaces; labels take no room."""
     ends = [0.0, *(share for share, _ in places), 1.0]
     spaces = [
         f'<div style="flex:{max(0.0, after - before):.4f} 1 0"></div>'

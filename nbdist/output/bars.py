@@ -28,7 +28,7 @@ from nbdist.words import aligned, count, format_ranks, name_ranks
 MAX_BAR_ROWS, SLOWEST_ROWS = 16, 6
 _MAX_LEFT_LIVE = 4
 _LOOK_BACK = 24
-"""The number of rows below a bar from which on the rank counts as having left the bar."""
+"""A rank counts as having left a bar once at least this many rows are below the bar."""
 
 _MAX_BARS_AROUND = 3
 _LONGEST_NAME = 32  # characters; beside a longer name the percentage may not fit on a narrow page
@@ -204,7 +204,7 @@ def find_left_bars(
 
 
 def _merge_left_bars(bars: Mapping[int, Bar]) -> LeftBar:
-    """Merge the bars that ranks have left at the same position."""
+    """Return one `LeftBar` for the bars that ranks have left at the same position."""
     first, *_ = bars.values()
     elapsed = max((bar.elapsed for bar in bars.values() if bar.elapsed is not None), default=None)
     other_text = fold_plain([bar.other_text for bar in bars.values()])
@@ -213,7 +213,7 @@ def _merge_left_bars(bars: Mapping[int, Bar]) -> LeftBar:
 
 
 def _rates(rates: Sequence[str]) -> str:
-    """Merge rates to a text such as `5.6 to 5.9it/s`.
+    """Return rates as a text such as `5.6 to 5.9it/s`.
 
     Return "" if rates differ in their units, or if some rates are unknown.
     """
@@ -229,26 +229,26 @@ def _rates(rates: Sequence[str]) -> str:
 
 
 def final_table(transcript: Transcript) -> BarTable | None:
-    """Make the table of bars of a finished cell; None if the cell had no bars."""
+    """Return the table of bars of a finished cell; None if the cell had no bars."""
     left_bars = find_left_bars({each.rank: each.bars for each in transcript})
     return _add_left_bars(BarTable(()), left_bars, MAX_BAR_ROWS) if left_bars else None
 
 
 def _add_left_bars(table: BarTable, left_bars: Sequence[LeftBar], max_rows: int) -> BarTable:
-    """Add the last `max_rows` left bars to a table, and count the earlier left bars."""
+    """Return the table with the last `max_rows` left bars, and the number of earlier left bars."""
     ranks = {*table.ranks, *(rank for row in left_bars for rank in row.ranks)}
     more = max(0, len(left_bars) - max_rows)
     return table._replace(ranks=tuple(sorted(ranks)), left_bars=tuple(left_bars[more:]), more=more)
 
 
 def bars_of_rank(output: RankTranscript) -> BarTable | None:
-    """Make a table of all bars of one rank; None if the rank has no bars."""
+    """Return a table of all bars of one rank; None if the rank has no bars."""
     rows = [LeftBar((output.rank,), bar, bar.rate, bar.other_text) for bar in output.bars]
     return BarTable((output.rank,), left_bars=tuple(rows)) if rows else None
 
 
 def bar_table(transcript: Transcript) -> BarTable | None:
-    """Make the table of bars of a running cell; None if the cell has no bars."""
+    """Return the table of bars of a running cell; None if the cell has no bars."""
     bars = _all_current_bars(transcript)
     left_bars = find_left_bars({each.rank: each.bars for each in transcript}, bars)
     if not (bars or left_bars):
@@ -261,7 +261,7 @@ def bar_table(transcript: Transcript) -> BarTable | None:
 
 
 def _present_table(rank_bars: Sequence[RankBars]) -> BarTable:
-    """Make the table of current bars; of more than `MAX_BAR_ROWS` ranks, show only the slowest."""
+    """Return the table of current bars; if more than `MAX_BAR_ROWS`, only of the slowest ranks."""
     ranks, rows, summary = tuple(bars.rank for bars in rank_bars), [*rank_bars], ""
     if len(rank_bars) > MAX_BAR_ROWS:
         rows = sorted(rank_bars, key=lambda bars: (_progress_key(bars), bars.rank))[:SLOWEST_ROWS]
@@ -302,7 +302,7 @@ def _progress_key(bars: RankBars) -> tuple[tuple[int, ...], float]:
 
 
 def merged_line(transcript: Transcript) -> str:
-    """Say in one line how far the current bars are: `[0-3] epoch 63% (47-64) 12:01<07:10`.
+    """Return a line on how far the current bars are: `[0-3] epoch 63% (47-64) 12:01<07:10`.
 
     If the bars have exactly two names, such as `epoch 1` and `epoch 2`, the line has a part for
     each name.  Return "" if there are no current bars.
@@ -361,13 +361,13 @@ def _longest_time_left(rank_bars: Sequence[RankBars]) -> float | None:
 
 
 def _times_text(elapsed: float | None, remaining: float | None) -> str:
-    """Write elapsed and remaining time as `00:12<00:07`, leaving out a time that is not known."""
+    """Return elapsed and remaining time as `00:12<00:07`, leaving out a time that is not known."""
     after = "" if remaining is None else f"<{clock_text(remaining)}"
     return f"{'' if elapsed is None else clock_text(elapsed)}{after}"
 
 
 def _percent(share: float) -> str:
-    """Write a share as `63%`, rounded down, so that only a finished bar is at `100%`."""
+    """Return a share as `63%`, rounded down, so that only a finished bar is at `100%`."""
     return f"{int(100 * share + 1e-9)}%"
 
 
@@ -419,11 +419,13 @@ _SLOWEST = "slowest"
 _BESIDE_NAME = "display:flex;flex-wrap:wrap;column-gap:10px"
 _COLUMN = "display:inline-block;min-width:{:.1f}em;text-align:{}"
 _REST = "flex:1 1 {:.1f}em;min-width:0;white-space:normal;overflow-wrap:break-word"
-_REST_UNIT = 2  # characters; each width is a multiple: one more digit seldom wraps the line
+# Widths in characters are multiples of `_REST_UNIT`, so that one more digit seldom wraps the line.
+_REST_UNIT = 2
 _FILL = "display:inline-block;vertical-align:middle;height:10px;border-radius:2px"
 _TRACK = f"{_FILL};width:80px;background-color:{{}};line-height:0"
 _LONGEST_REST = 120
-_BAR_ROOM, _NARROW_PAGE = 16, 73  # widths in characters: of a drawn bar and gaps, of a small page
+# The widths of a drawn bar with its gaps, and of a page of 700 pixels, in characters.
+_BAR_ROOM, _NARROW_PAGE = 16, 73
 _BAR_WIDTH, _BAR_PARTS = 20, " ▏▎▍▌▋▊▉"
 
 
@@ -480,7 +482,7 @@ def _widths(rows: Sequence[_Row], *, has_mark: bool) -> _Widths:
 
 
 def _row_html(row: _Row, widths: _Widths) -> list[tuple[str, str]]:
-    """Write the cells of a row as pairs of a style and HTML.
+    """Return the cells of a row as pairs of a style and HTML.
 
     On a narrow page, a long name is cut, and the other text wraps to a line below the bar.
     """
@@ -545,7 +547,7 @@ def _name_cell(name: str) -> tuple[str, str]:
 
 
 def left_bar_line(left_bar: LeftBar) -> str:
-    """Write a bar that ranks have left as a line: `[0-3] epoch 0  63/63  10 s  5.8it/s`."""
+    """Return a bar that ranks have left as a line: `[0-3] epoch 0  63/63  10 s  5.8it/s`."""
     (row,) = _rows(BarTable(left_bar.ranks, left_bars=(left_bar,)))
     parts = row.name, row.percent, row.amount, row.times, row.rate, row.other_text
     return f"[{format_ranks(left_bar.ranks)}] {'  '.join(filter(None, parts))}"

@@ -71,7 +71,7 @@ class Bands:
 
     steps: list[float]
     means: Mapping[int, list[float | None]]  # by rank
-    medians: list[float | None]  # of the means of all ranks
+    medians: list[float | None]  # the medians of the means of all ranks
     low: list[float | None]  # the lowest mean of a rank in the band
     high: list[float | None]  # the highest mean of a rank in the band
     bottom: list[float | None]  # the lowest of all numbers of the ranks in the band
@@ -86,7 +86,7 @@ class Bands:
 
 
 def bands_of(run: RunSeries) -> Bands:
-    """Compare the curves of all ranks in a run: put their points into common columns of steps."""
+    """Return the curves of all ranks in a run, compared in common columns of steps."""
     max_columns = max(MIN_COLUMNS, min(MAX_COLUMNS, COLUMNS_OF_ALL // len(run)))
     begin = min(each.columns[0][0] for each in run.values())
     end = max(each.last_step for each in run.values())
@@ -119,7 +119,7 @@ def bands_of(run: RunSeries) -> Bands:
 
 
 def _columns(series: Series, begin: float, width: float, columns: int) -> list[CurvePoint | None]:
-    """Put the points of a rank into columns; interpolate empty columns between finite points."""
+    """Return a rank's points by column; empty columns between finite points are interpolated."""
     by_column: list[CurvePoint | None] = [None] * columns
     point: CurvePoint | None
     for point in series:
@@ -212,14 +212,14 @@ def _bound(at: Sequence[float | None], least: float) -> float | None:
 
 
 def number_text(number: float | None) -> str:
-    """Write a number as `0.1234` or `1.5e-05`, from 1e4 to 1e9 as `12,345`; write `-` for None."""
+    """Return a number as `0.1234` or `1.5e-05`, from 1e4 to 1e9 as `12,345`; write `-` for None."""
     if number is None:
         return "-"
     return f"{number:,.0f}" if 1e4 <= abs(number) < 1e9 else f"{number:.4g}"
 
 
 def step_text(step: float) -> str:
-    """Write a step as `1,200`, but a step up to 100 with its fraction, if any, as `0.25`."""
+    """Return a step as `1,200`, but a step up to 100 with its fraction, if any, as `0.25`."""
     return f"{round(step):,}" if abs(step - round(step)) < 1e-6 or step > 100 else f"{step:.4g}"
 
 
@@ -307,7 +307,7 @@ def odd_text(odd: Odd) -> str:
 
 
 def curves_text(curves: Curves, names: Sequence[str] = ()) -> str:
-    """Write the last run of each curve, or only of the curves `names`, as a table of text."""
+    """Return the last run of each curve, or only of the curves `names`, as a table of text."""
     chosen = [*names] or [*curves.by_name]
     parts = [_table(name, curves.by_name[name]) for name in chosen]
     return "\n".join([*parts, *([left_out] if (left_out := more_text(curves)) else [])])
@@ -341,7 +341,7 @@ def _table(name: str, curve: Curve) -> str:
 
 # --- as a picture, with words in HTML around it --------------------------------------------------
 
-CHART_WIDTH, CHART_HEIGHT = 480, 140  # of a picture, in pixels of a page
+CHART_WIDTH, CHART_HEIGHT = 480, 140  # the size of a picture, in pixels of a page
 EDGE = 2  # pixels above the highest and below the lowest number, for the width of lines
 SCALE = 2  # units of a picture's coordinates in one pixel
 
@@ -390,7 +390,7 @@ def live_curves(curves: Curves, pool: str = "") -> tuple[str, str]:
 def curves_html(
     curves: Curves, names: Sequence[str] = (), max_bytes: int = MAX_CHART_BYTES, pool: str = ""
 ) -> str:
-    """Write the curves `names`, or all curves, as HTML of about `max_bytes` bytes.
+    """Return the curves `names`, or all curves, as HTML of about `max_bytes` bytes.
 
     After `MAX_PICTURES` curves the HTML only says how many names are left out, and which command
     shows them.  The command has the option `--pool` unless `pool` is "".
@@ -407,7 +407,7 @@ def curves_html(
 
 
 def _tile(name: str, curve: Curve, max_bytes: int) -> str:
-    """Write a curve as HTML: its newest numbers, and its picture if that fits in `max_bytes`."""
+    """Return a curve as HTML: its newest numbers, and its picture if that fits in `max_bytes`."""
     bands = bands_of(curve.last)
     title, text = shown_name(name), headline(name, curve, bands)
     newest, step, *ranks = text.removeprefix(title).split(" · ")

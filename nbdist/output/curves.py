@@ -214,7 +214,8 @@ class Curves:
         self.by_name: dict[str, Curve] = {}
         self.more: dict[str, None] = {}
         self.version = 0
-        self._first_steps: dict[str, tuple[str, int]] = {}  # by name: the last task, its first step
+        # By name: the last task that tracked the name without a step, and the task's first step.
+        self._first_steps: dict[str, tuple[str, int]] = {}
         self._step_counts: dict[str, int] = {}  # by name: the number of steps counted in all tasks
         self.drawn = 0.0, -1, "", ""  # cache: time of the next drawing, version, HTML, text
 

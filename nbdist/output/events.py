@@ -1,7 +1,7 @@
 """The types of the outputs of a rank, such as `Text`, `Display`, `Failure` and `Done`.
 
 The agent of a machine makes these outputs, mostly from the Jupyter messages of its workers and from
-the text that they print.  It sends the outputs to the notebook, whose `Transcript` collects them.
+the text that they print.  The agent sends them to the notebook, whose `Transcript` collects them.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ class Died(NamedTuple):
 
     `exit_code` is negative for a signal, and None if not known, as on a lost machine.  `last_lines`
     are the last lines that the process wrote.  `why` says why the agent killed the process, or that
-    the machine is lost, else "".  `received_too_much` is True if gloo ended the process because
-    another rank sent more bytes than the tensor of this rank holds.
+    the machine is lost; in other cases it is "".  `received_too_much` is True if gloo ended the
+    process because another rank sent more bytes than the tensor of this rank holds.
     """
 
     exit_code: int | None
@@ -207,8 +207,8 @@ class Done:
     changed: tuple[str, ...] = ()  # files of imported modules, edited since their import
     gone: frozenset[str] = frozenset()  # the names that the task has deleted
     received: bool = True  # False if the task ended before the names sent with it were bound
-    # The bytes of a last value that the rank keeps, 0 for a last value that is neither kept nor
-    # sent, and else None.
+    # The bytes of the last value if the rank keeps the value; 0 if the value is neither kept nor
+    # sent; None in all other cases.
     kept: int | None = None
     # The kinds of modules, optimizers and tensors, by name; see `nbdist.values.payload`.
     kinds: Mapping[str, int] = field(default_factory=dict)

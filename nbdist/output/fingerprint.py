@@ -38,7 +38,7 @@ _VARIES = re.compile(
 )
 _HINTS = ("0x", "cuda:", "xpu:", "npu:", "hpu:", "mps:", "GPU ", "pid", "PID", "rocess", " NCCL")
 # Placeholders for varying parts and for times begin with `_MARK`.  If a text itself has this
-# character, it is doubled, so that the text cannot be equal to a text with placeholders.
+# character, the character is doubled, so that the text cannot equal a text with placeholders.
 _MARK, _PLACEHOLDER, _OF_TIME = "\0", "\0n", "\0t"
 _ERROR_OF_GROUP = re.compile(r"^ *(?:\| *)+[A-Za-z_][\w.]*: .+", re.MULTILINE)
 """A row `    | ValueError: rank 3 has no shard` in the traceback of an exception group."""
@@ -48,7 +48,7 @@ _MAX_COMPARED = 100_000
 
 
 def normal(text: str) -> str:
-    """Replace addresses, devices and process ids by placeholders, so that alike texts are equal."""
+    """Return a text with placeholders for addresses, devices and pids: alike texts become equal."""
     if _MARK in text:
         text = text.replace(_MARK, 2 * _MARK)
     if not any(hint in text for hint in _HINTS):  # in most texts: `in` is faster than a search
@@ -77,7 +77,7 @@ def split_times(text: str) -> tuple[list[str], list[str]]:
 
 
 def without_times(text: str) -> str:
-    """Replace each time of day by a placeholder."""
+    """Return a text with a placeholder for each time of day."""
     if _MARK in text:
         text = text.replace(_MARK, 2 * _MARK)
     return _OF_TIME.join(split_times(text)[0])
@@ -233,7 +233,7 @@ _BAR_WITHOUT_TOTAL = re.compile(
     rf"{_TIMES}(?:,\s*(?P<rest>.*))?\]"
 )
 _BRACKET = re.compile(r"[\[\]]")
-# In a bar of tqdm: the amount done, and the bracket that opens before the times.
+# Matches the amount done in a bar of tqdm, and the bracket that opens before the times.
 _METER = re.compile(r"(?:^|\|\s*|\s)\d[\w,.]*(?:/[\w,.?]+)? ?[A-Za-z]* ?\[(?=\d+:\d\d)")
 _FASTPROGRESS = re.compile(
     rf"(?P<name>[^|]*?)\s*\|[^|]*\|\s*(?P<percent>[\d.]+)%\s*\[(?P<done>{_AMOUNT})/"
@@ -430,9 +430,9 @@ def _without_times(text: str, *, is_finished: bool) -> tuple[str, float | None, 
 
 
 def fraction_of(done: str, total: str, percent: float | None) -> float | None:
-    """Return `done / total`, or `percent` if the total is unknown, at most 1; else None.
+    """Return `done / total`, or `percent` if the total is unknown; None if both are unknown.
 
-    `percent` is a fraction between 0 and 1, in spite of its name.
+    The result is at most 1.  `percent` is a fraction between 0 and 1, in spite of its name.
     """
     whole = number_of(total)
     if whole > 0:
@@ -457,7 +457,7 @@ def seconds_of(text: str) -> float | None:
 
 
 def clock_text(seconds: float) -> str:
-    """Write seconds as progress bars do: `00:12`, or `1:02:03` from an hour on."""
+    """Return seconds as progress bars do: `00:12`, or `1:02:03` from an hour on."""
     minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes:02}:{remainder:02}"

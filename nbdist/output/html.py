@@ -81,7 +81,7 @@ _TALL = "display:flex;flex-direction:column-reverse;max-height:546px;overflow:au
 
 
 def panel_html(shown: Panel) -> str:
-    """Write all parts of a panel as HTML, those of failed ranks first."""
+    """Return all parts of a panel as HTML, those of failed ranks first."""
     failed, others = shown.failed_and_others
     parts = [_head(shown), line(dim(shown.waits)), line(dim(shown.spread))]
     parts += [_block(block, shown) for block in failed]
@@ -109,7 +109,7 @@ def _curves(shown: Panel) -> str:
 
 
 def _head(shown: Panel) -> str:
-    """Write the head of a panel, `8 ranks · 12.3 s · ● 7 · ✗ 1`, and its squares.
+    """Return the head of a panel, `8 ranks · 12.3 s · ● 7 · ✗ 1`, and its squares.
 
     If there are warnings, they are shown below the head, and running and successful ranks are
     amber in the head, instead of blue and green.
@@ -137,7 +137,7 @@ def _head(shown: Panel) -> str:
 
 
 def _rows(shown: Panel) -> str:
-    """Write a table of `Panel.rows`: the ranks of each row, and the line of these ranks."""
+    """Return a table of `Panel.rows`: the ranks of each row, and the line of these ranks."""
     if not shown.rows:
         return ""
     cells = []
@@ -151,7 +151,7 @@ def _rows(shown: Panel) -> str:
 
 
 def _folded_blocks(shown: Panel) -> str:
-    """Write the blocks of `Panel.folded_blocks` below a common title; a click on it opens them."""
+    """Return the blocks of `Panel.folded_blocks` below a common title; a click on it opens them."""
     ranks = [rank for block in shown.folded_blocks for rank in block.group.ranks]
     title = bold(count(len(ranks), "more rank"))
     about = dim(f"with output of their own: {format_ranks(ranks)}")
@@ -189,7 +189,7 @@ def _with_last_line(block: PanelBlock) -> tuple[PanelBlock, str]:
 
 
 def _body(block: PanelBlock, *, is_live: bool) -> str:
-    """Write the output of a block, then its traceback if it has one."""
+    """Return the output of a block, then its traceback if it has one."""
     html = ""
     for item in block.items:
         match item:
@@ -274,7 +274,7 @@ def _fits(rows: list[str], width: int) -> bool:
 
 
 def _side_by_side(blocks: list[PanelBlock], shown: Panel) -> str:
-    """Write blocks side by side, in columns that are equally wide.
+    """Return blocks side by side, in columns that are equally wide.
 
     If any block has a figure, the columns share the width of the page.  A wide page has two columns
     for two or four blocks, and three columns for other numbers of blocks.  Without figures a column
@@ -330,7 +330,7 @@ _BELOW_TABS = "order:-1;flex:0 0 100%;height:0"
 
 
 def _tabs(blocks: list[PanelBlock], name: str) -> str:
-    """Write a row of ranks; a click on a rank shows only that rank's output, below the row.
+    """Return a row of ranks; a click on a rank shows only that rank's output, below the row.
 
     The ranks are `<details>` with a common name, of which a browser keeps only one open.
     JupyterLab removes the name, and `display:contents`, from notebooks that are not trusted; then

@@ -81,13 +81,13 @@ def barred(body: str, colour: str, style: str = "") -> str:
 
 
 def details(title: str, body: str, colour: str, *, is_open: bool, style: str = "") -> str:
-    """Write a block with a line on its left, below a title; a click on the title opens it."""
+    """Return a block with a line on its left, below a title; a click on the title opens it."""
     start = f'<details{" open" * is_open} style="{_LEFT.format(colour)}{style}">'
     return f"{start}{opening(title)}{body}</details>"
 
 
 def opening(html: str) -> str:
-    """Write the title of `<details>`, which stays visible while the details are closed."""
+    """Return the title of `<details>`, which stays visible while the details are closed."""
     return f'<summary style="cursor:pointer">{html}</summary>'
 
 
@@ -108,7 +108,7 @@ def text_html(html: str, style: str = "") -> str:
 
 
 def lines_html(lines: Iterable[ScreenLine], *, opens: bool) -> str:
-    """Write lines as HTML, with a tint for stderr.
+    """Return lines as HTML, with a tint for stderr.
 
     With `opens`, only the beginning of a very long line is visible until a click opens the line.
     """
@@ -158,7 +158,7 @@ _VOID_TAGS = frozenset(
 
 
 def kind_text(data: MimeBundle) -> str:
-    """Name the content of a display that only the page can render: `Markdown`, or a mime type."""
+    """Return a name for content that only the page can render: `Markdown`, or a mime type."""
     mimes = [mime for mime in map(mime_of, data) if mime.embedding != "text"]
     page_only = [mime for mime in mimes if mime.embedding == "page"]
     mime = (page_only or mimes)[0]
@@ -272,7 +272,7 @@ class _Balance(HTMLParser):
 
 
 def traceback_html(parts: Iterable[TracebackPart]) -> str:
-    """Write the parts of a traceback in colours; a click on a folded part shows its rows."""
+    """Return the parts of a traceback in colours; a click on a folded part shows its rows."""
     html = ""
     for part in parts:
         shown = text_html(ansi_html("\n".join(part.rows)))

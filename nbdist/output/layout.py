@@ -145,7 +145,7 @@ def waits_for_input(group: AlikeRanks) -> bool:
 def _live_blocks(
     transcript: Transcript, groups: Sequence[AlikeRanks], *, is_many: bool
 ) -> tuple[PanelBlock, ...]:
-    """Make the blocks of a running cell.
+    """Return the blocks of a running cell.
 
     A block that the final layout will close has only one line, unless there are many groups.
     """
@@ -264,7 +264,7 @@ def _is_loop(transcript: Transcript) -> bool:
 def _value_rows(
     groups: Sequence[AlikeRanks], *, is_loop: bool, is_live: bool = False
 ) -> tuple[PanelRow, ...]:
-    """Make a table with a row for each group, if each group has only a short value to show.
+    """Return a table with a row for each group, if each group has only a short value to show.
 
     Return no rows if any group shows more, if there are too many groups, or if the cell `is_loop`
     and a group has printed a line.
@@ -310,7 +310,7 @@ def _final_blocks(
     room: int,
     pool: str,
 ) -> tuple[PanelBlock, ...]:
-    """Make the blocks of a finished cell.
+    """Return the blocks of a finished cell.
 
     The block of the first rank, blocks of failed ranks and short blocks are open.  Of the other
     blocks, the first are open until their lines have used up the `room`.  If not all output of a
@@ -472,7 +472,7 @@ def state_counts(transcript: Transcript) -> tuple[tuple[DisplayState, str], ...]
 
 
 def _base_panel(transcript: Transcript, now: float | None, pool: str) -> Panel:
-    """Make a panel with only the parts that are about all ranks, and no blocks.
+    """Return a panel with only the parts that are about all ranks, and no blocks.
 
     If there are more than `MANY_RANKS` ranks, each rank has a coloured square.  If there are more
     than `_MAX_SQUARES`, consecutive ranks in the same state share a square.  `pool` is "" for the

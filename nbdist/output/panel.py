@@ -168,7 +168,7 @@ class Panel(NamedTuple):
 
 
 def merge_hidden(items: Iterable[PanelItem]) -> list[PanelItem]:
-    """Merge neighbouring `Hidden` items to one, and keep all other items."""
+    """Return the items, with neighbouring `Hidden` items merged to one."""
     result: list[PanelItem] = []
     for item in items:
         if isinstance(item, Hidden) and result and isinstance(before := result[-1], Hidden):
@@ -199,7 +199,7 @@ _TRACEBACKS = ((100, 1000), (24, 400), (5, 200), (1, 100))  # rows and their wid
 
 
 def limit_size(shown: Panel) -> Panel:
-    """Limit the bytes of a panel: cut long lines, and leave out older output.
+    """Return a panel limited in bytes: long lines are cut, and older output is left out.
 
     Of more than `_MAX_BLOCKS` blocks the last are left out.  Each block may use an equal share of
     the bytes that earlier blocks have left over.
@@ -297,9 +297,9 @@ def _newest_lines(
 
 
 def _clip_line(line: ScreenLine, max_bytes: int, *, is_live: bool) -> tuple[ScreenLine, int]:
-    """Clip a line to a width; if it has too many bytes, remove colours and clip the line more.
+    """Return a line clipped to a width, and its bytes with the tags that it needs if it is alone.
 
-    Return the line, and its bytes with the tags that it needs if it is alone.
+    If the line has more than `max_bytes` bytes, its colours are removed, and it is clipped more.
     """
     # A character has at least two bytes: one in HTML, and one in text.
     width = max(_NARROWEST, min(_WIDEST_LIVE if is_live else _WIDEST, max_bytes // 2))
@@ -326,7 +326,7 @@ def _limit_traceback(
         return (), 0
     for rows, width in _TRACEBACKS[is_live:]:
         parts = shorten_traceback(traceback_text(error), rows, width)
-        used = 2 * size(traceback_html(parts))  # as HTML and as text
+        used = 2 * size(traceback_html(parts))  # count the traceback twice: as HTML and as text
         if used <= max_bytes:
             break
     return tuple(parts), used

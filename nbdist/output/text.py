@@ -36,7 +36,7 @@ _MAX_ROWS = 200
 
 
 def panel_text(shown: Panel) -> str:
-    """Write a panel as text: its head, the output of ranks, and its notes.
+    """Return a panel as text: its head, the output of ranks, and its notes.
 
     The output below a header such as `── ranks 0-2 ──` belongs to the ranks in the header.
     """
@@ -46,13 +46,13 @@ def panel_text(shown: Panel) -> str:
 
 
 def head_text(shown: Panel) -> str:
-    """Write the head line of a panel: `4 ranks · 12.3 s · ✓ 3 · ✗ 1`."""
+    """Return the head line of a panel: `4 ranks · 12.3 s · ✓ 3 · ✗ 1`."""
     states = [text for _, text in shown.states]
     return " · ".join(filter(None, [shown.ranks, shown.seconds, *states, shown.pace, shown.now]))
 
 
 def curves_lines(curves: Curves, *, is_live: bool = False) -> list[str]:
-    """Write the numbers that ranks have tracked as tables, below a header."""
+    """Return the numbers that ranks have tracked as tables, below a header."""
     from nbdist.output.chart import curves_text, live_curves  # late, since few cells track numbers
 
     text = live_curves(curves)[1] if is_live else curves_text(curves)
@@ -83,7 +83,7 @@ def failures_text(shown: Panel, *, colours: bool) -> Iterator[str]:
 def whole_text(
     transcript: Transcript, ranks: Iterable[int], logs: Mapping[int, str] | None = None
 ) -> str:
-    """Write all output of some ranks that the notebook has kept, each rank below a header.
+    """Return all output of some ranks that the notebook has kept, each rank below a header.
 
     Lines that are not kept are replaced by their number and the name of the file in `logs`.  The
     progress bars of a rank come after its lines and displays, and its error comes last.
@@ -169,7 +169,7 @@ def _block_header(block: PanelBlock) -> str:
 
 
 def _header(ranks: Iterable[int], sameness: str = "", mark: str = "") -> str:
-    """Write a header, such as `── ranks 0-4,6-7 (same) ──` or `── rank 5 ✗ ──`."""
+    """Return a header, such as `── ranks 0-4,6-7 (same) ──` or `── rank 5 ✗ ──`."""
     words = [name_ranks(ranks), f"({sameness})" if sameness else "", mark]
     return f"── {' '.join(filter(None, words))} ──"
 
@@ -243,7 +243,7 @@ class _Rank:
     def count_before(self, text: str) -> int:
         """Return the number of queued texts before this text.
 
-        Return 0 if the text is not queued, or `_LOOK_AHEAD` or more texts are before it.
+        Return 0 if the text is not queued, or if `_LOOK_AHEAD` or more texts are before it.
         """
         if text not in self.waiting:
             return 0

@@ -102,7 +102,7 @@ class Transcript:
             self.warnings.append(text)
 
     def count_display_states(self) -> Counter[DisplayState]:
-        """Count the ranks in each state, as a panel names the states."""
+        """Return the number of ranks in each state, as a panel names the states."""
         return Counter(each.display_state for each in self)
 
     @property
@@ -334,7 +334,7 @@ def _group_of(
     *,
     is_exact: bool,
 ) -> AlikeRanks:
-    """Make a group of `members`; `first` is the rank of `Transcript.root_cause`, None for no error.
+    """Return a group of `members`; `first` is the rank of `Transcript.root_cause`, or None.
 
     `alike` are the ranks with an error like the error of `first`.  If the group `is_exact`, the
     lines that all members have printed differ at most in times of day.
@@ -535,7 +535,7 @@ def _places_of(text: str) -> re.Pattern[str]:
 
 
 def fold(texts: Sequence[str]) -> str | None:
-    """Merge the texts of several ranks to one text, such as `loss {0.68, 0.67}`.
+    """Return one text for the texts of several ranks, such as `loss {0.68, 0.67}`.
 
     Return None if the texts differ in more than numbers, addresses and times of day.
     """
@@ -552,13 +552,13 @@ def fold(texts: Sequence[str]) -> str | None:
 
 
 def _split_places(text: str) -> tuple[list[str], list[str]]:
-    """Return the numbers, addresses and times in a text, after the texts between them."""
+    """Return the texts between the numbers, addresses and times of a text, and these parts."""
     places = _places_of(text)
     return places.split(text), places.findall(text)
 
 
 def fold_lines(lines: Sequence[ScreenLine]) -> ScreenLine:
-    """Merge the lines of alike ranks to one line by `fold`, else join them by ` | `."""
+    """Return one line for the lines of alike ranks: merged by `fold`, or else joined by ` | `."""
     first = lines[0]
     text = fold([line.text for line in lines])
     if text is None:
@@ -567,14 +567,14 @@ def fold_lines(lines: Sequence[ScreenLine]) -> ScreenLine:
 
 
 def fold_plain(texts: Sequence[str]) -> str:
-    """Merge texts without their colours by `fold`; if `fold` cannot, join them by ` | `."""
+    """Return one text without colours: merged by `fold`, or, if that fails, joined by ` | `."""
     plain = [strip(text) for text in texts]
     folded = fold(plain)
     return " | ".join(dict.fromkeys(plain)) if folded is None else folded
 
 
 def fold_shown(shown: Sequence[RichDisplay]) -> RichDisplay:
-    """Merge the displays of alike ranks: return the first display, with all text/plain merged."""
+    """Return one display for those of alike ranks: the first, with the text/plain of all merged."""
     first = shown[0]
     if all(other.plain == first.plain for other in shown):
         return first
@@ -583,7 +583,7 @@ def fold_shown(shown: Sequence[RichDisplay]) -> RichDisplay:
 
 
 def fold_tail(pieces: Sequence[OutputPiece], count: int) -> list[ScreenLine]:
-    """Merge the last `count` lines of screens of alike ranks.
+    """Return the last `count` lines of the screens of alike ranks, each line merged.
 
     If a screen has more lines than another screen, its additional last lines are left out.
     """
@@ -599,7 +599,7 @@ def fold_tail(pieces: Sequence[OutputPiece], count: int) -> list[ScreenLine]:
 
 
 def fold_errors(errors: Sequence[RankError]) -> RankError | None:
-    """Merge the exceptions of several ranks to one, with sets instead of different numbers.
+    """Return one exception for those of several ranks, with sets instead of different numbers.
 
     Return None if the exceptions differ in more.  If the process of a rank has died, return the
     first error instead; without errors return None.
@@ -620,7 +620,7 @@ def fold_errors(errors: Sequence[RankError]) -> RankError | None:
 
 
 def later_errors_text(errors: Mapping[int, RankError], first: int) -> list[str]:
-    """Say how ranks other than `first` failed: `ranks 1-3: the same`, `rank 4: OSError: 5`."""
+    """Return lines on how other ranks failed: `ranks 1-3: the same`, `rank 4: OSError: 5`."""
     keys_by_rank = {
         rank: _alike_keys(each, error_keys(rank, each)) for rank, each in errors.items()
     }
@@ -653,7 +653,7 @@ def _alike_keys(error: RankError | None, keys: Collection[str]) -> frozenset[str
 
 
 def _set(values: tuple[str, ...]) -> str:
-    """Write `7` if all values are equal, else a set such as `{7,9}`.
+    """Return `7` if all values are equal, else a set such as `{7,9}`.
 
     For times of day, and for many fractions, write only the lowest and highest: `{0.1 to 0.7}`.
     """
@@ -744,7 +744,7 @@ def unlike_most(groups: Sequence[AlikeRanks]) -> frozenset[int]:
 
 
 def spread(transcript: Transcript) -> str:
-    """Say how far the numbers of ranks differ: `loss 2.23 (rank 7) to 2.3 (rank 0)`.
+    """Return a text on how far numbers of ranks differ: `loss 2.23 (rank 7) to 2.3 (rank 0)`.
 
     Return "" for few ranks or lines, which people can compare themselves.  Numbers without a name,
     and names that have a curve, are left out.
@@ -806,7 +806,7 @@ def _spreads(words: TextsByLine, numbers: dict[int, NumbersByLine]) -> Iterator[
 
 
 def _short(output: RankTranscript) -> tuple[TextsByLine, NumbersByLine] | None:
-    """Split the lines of a rank into words and numbers.
+    """Return the lines of a rank, split into words and numbers.
 
     Return None if the cell did not succeed, or if the rank has displays, or no, many or long lines.
     """

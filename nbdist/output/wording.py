@@ -43,18 +43,18 @@ def difference(values: Mapping[int, Hashable]) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Say how many ranks there are, as `8 ranks`; name a single rank, as `rank 3`."""
+    """Return the number of ranks as `8 ranks`, or the name of a single rank as `rank 3`."""
     ranks = tuple(ranks)
     return f"rank {ranks[0]}" if len(ranks) == 1 else count(len(ranks), "rank")
 
 
 def seconds_text(seconds: float) -> str:
-    """Write a duration as `3.2 s`, `12 min 5 s` or `2 h 7 min`."""
+    """Return a duration as `3.2 s`, `12 min 5 s` or `2 h 7 min`."""
     return f"{seconds:.1f} s" if seconds < 600 else whole_seconds_text(seconds)
 
 
 def whole_seconds_text(seconds: float) -> str:
-    """Write a duration as `3 s`, `12 min 5 s` or `2 h 7 min`."""
+    """Return a duration as `3 s`, `12 min 5 s` or `2 h 7 min`."""
     if seconds < 600:
         return f"{seconds:.0f} s"
     minutes, remainder = divmod(round(seconds), 60)
@@ -94,24 +94,24 @@ def body_text(error: RankError, shown: Iterable[str] = ()) -> str:
 
 
 def in_log_only(lines: int, path: str | None = None) -> str:
-    """Say how many lines are only in a log: `… 1,200 lines only in the log: logs/rank3.log`."""
+    """Return a line such as `… 1,200 lines only in the log: logs/rank3.log`."""
     return f"… {lines_text(lines)} only in the log{f': {path}' if path else ''}"
 
 
 def left_out_text(displays: int) -> str:
-    """Say how many displays were dropped: `… 12 displays left out; the newest are kept`."""
+    """Return a line on dropped displays: `… 12 displays left out; the newest are kept`."""
     return f"… {count(displays, 'display')} left out; the newest are kept"
 
 
 def lines_text(number: int) -> str:
-    """Write a number of lines as `1 line` or `1,200 lines`."""
+    """Return a number of lines as `1 line` or `1,200 lines`."""
     return f"{number:,} {'line' if number == 1 else 'lines'}"
 
 
 def clip(text: str, width: int) -> str:
-    """Cut a text that is longer than `width` characters, and add that more characters follow.
+    """Return a text, cut to `width` characters if it is longer, with a remark on what was cut.
 
-    A text with colour codes loses them if it is cut.
+    A text with colour codes loses the codes if it is cut.
     """
     if len(text) <= width:
         return text
