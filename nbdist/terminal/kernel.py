@@ -120,8 +120,8 @@ def _messages(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the type and content of each output that the kernel publishes during a request.
 
-    Outputs that the request shows under a user's cell are yielded, too. At last yield the status
-    `idle`, by which the kernel ends the request; after `timeout` seconds end without the status.
+    Outputs that the request shows under a user's cell are yielded, too. The status `idle`, by which
+    the kernel ends the request, is yielded last. After `timeout` seconds stop without that status.
     """
     deadline, has_begun = time.monotonic() + timeout, False
     while (seconds_left := deadline - time.monotonic()) > 0:

@@ -73,7 +73,7 @@ Tool = Callable[..., str]
 
 
 FIND_TIMEOUT = 5.0
-"""Seconds for worlds to describe themselves: a suspended world delays an answer for so long."""
+"""Seconds for worlds to describe themselves; a suspended world delays each answer by this time."""
 
 _question = threading.local()
 """For each thread, `world` is the world that the thread's question is about, or None.
@@ -83,7 +83,7 @@ _question = threading.local()
 _secrets: set[str] = set()
 """The secrets that ranks, agents and notebooks have had so far.
 
-They are kept, because a rank whose C code holds the GIL cannot report its secrets then."""
+They are kept, because a rank cannot report its secrets while its C code holds the GIL."""
 
 
 def worlds_here() -> list[RunningWorld]:
@@ -109,8 +109,8 @@ def collect_secrets(world: RunningWorld) -> None:
 def find_world(world: str) -> RunningWorld:
     """Return the world with this name, pool or process id; with "" the only world.
 
-    Also note it as the world of this thread's question. Raises UsageError if no world or several
-    worlds fit.
+    Also record that this thread's question is about that world. Raises UsageError if no world or
+    several worlds fit.
     """
     running = worlds_here()
     if not running:
@@ -208,7 +208,7 @@ def status(world: str = "") -> str:
 
 
 def stacks(world: str = "", ranks: str = "all") -> str:
-    """Show the Python stack of each rank, equal ones once, also while C code runs or it waits."""
+    """Show the Python stack of each rank, equal stacks once, also of ranks that wait or run C."""
     target = find_world(world)
     return stacks_text(
         fetch_findings(target, InspectRanks("stacks", ranks_in(target, ranks))).stacks
@@ -235,7 +235,7 @@ def output(
 ) -> str:
     """Show the last lines that ranks have printed, from their logs, also while a cell runs. `grep`
     keeps lines with this text, of the last 1000: plain text, no regular expression; `|` separates
-    several texts. `cell` -1 is all that the last cell has shown, -2 the one before."""
+    several texts. With `cell` -1, show all output of the last cell; with -2, of the one before."""
     target = find_world(world)
     if cell:
         arguments = int(cell), ranks
@@ -401,7 +401,7 @@ ACTING: tuple[Tool, ...] = (run, interrupt, restart, snapshot)
 # --- limits of answers, and hidden secrets --------------------------------------------------------
 
 MAX_ANSWER_LENGTH, MAX_ANSWER_LINE_LENGTH = 16_000, 400
-"""Characters of an answer, and of a line: an assistant pays for each character."""
+"""The most characters of an answer, and of a line, since an assistant pays for each character."""
 
 
 def bounded(text: str, *, keep_end: bool = False) -> str:

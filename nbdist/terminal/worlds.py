@@ -181,8 +181,8 @@ LEAST_WIDTH = 8
 def fitted(rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
     """Return the rows of a table with texts cut so that lines have at most `width` characters.
 
-    The widest column is cut first, and no column to less than `LEAST_WIDTH`: then lines may be
-    longer.
+    The widest of the columns that may be cut is cut first.  If all of these columns have only
+    `LEAST_WIDTH` characters, lines stay longer than `width`.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     texts = [at for at, heading in enumerate(rows[0]) if heading not in WHOLE_WIDTH] if rows else []
@@ -220,8 +220,8 @@ PIPE_WIDTH = 10_000
 def show_status(every: float | None = None) -> int:
     """Print the user's worlds with their ranks; return 1 if no world runs, else 0.
 
-    With `every`, print them again every so many seconds until Ctrl-C, and return 0.  In a terminal
-    a new picture replaces the last picture.
+    With `every`, print them again every `every` seconds until Ctrl-C, and return 0.  In a terminal
+    new lines replace the last lines.
     """
     before: Before = {}
     is_terminal = sys.stdout.isatty()

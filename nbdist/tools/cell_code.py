@@ -191,7 +191,7 @@ def _line_magic(name: str, line: str) -> str:
 
 
 def _command(command: str, variables: Collection[str]) -> str:
-    """Write a shell command as a string, or as an f-string if variables are filled into it."""
+    """Return a shell command as a string, or as an f-string if variables are filled into it."""
 
     def fill_in(match: re.Match[str]) -> str:
         is_name = not match[1] and match[2] in variables
@@ -234,7 +234,7 @@ def wrap_in_event_loop(text: str, title: str) -> str:
 
 
 POSTPONED = "from __future__ import annotations"
-"""The import that postpones annotations, so that those of a class may name the class itself."""
+"""With this import annotations are not evaluated, so a class may name itself in an annotation."""
 
 
 class Statements:
@@ -345,7 +345,7 @@ def names_read_at_once(text: str) -> frozenset[str]:
                 names.add(name)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 waiting += node.decorator_list
-                # The names of a generic function's own type parameters are bound by itself.
+                # A generic function itself binds the names of its type parameters.
                 if not getattr(node, "type_params", ()):
                     waiting += [node.returns, node.args]
                 else:

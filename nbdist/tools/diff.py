@@ -26,7 +26,7 @@ from nbdist.world.value_transfer import check_expressions, missing_error
 MAX_DIFF_ROWS, MAX_DISTANCES = 50, 3
 
 MAX_COMPARED_BYTES = 128 << 20
-"""The most bytes of parts whose numbers are compared; of further parts only the digests are."""
+"""The most bytes of parts whose numbers are compared; of other parts only digests are compared."""
 
 EqualRanks = tuple[ValueDigest | None, list[int]]
 """A part and the ranks that have an equal part, or None and the ranks that lack the part."""
@@ -39,9 +39,9 @@ EqualRanks = tuple[ValueDigest | None, list[int]]
 def dist_diff(line: MagicCall) -> CommandOutput | str:
     """Show which ranks have different values: `%dist_diff model`.
 
-    A module is compared by parameters and buffers, an optimizer by its state, containers and
-    objects by what they hold: shape, dtype, a digest of the contents, made on the ranks.
-    Where digests differ the numbers are compared: NaN is equal to NaN, and -0.0 to 0.0.
+    A module is compared by its parameters and buffers, an optimizer by its state, and containers
+    and other objects by their contents.  Each rank computes the shape, the dtype and a digest of
+    each part.  If digests differ, the numbers are compared: NaN is equal to NaN, and -0.0 to 0.0.
     """
     expressions = [*expressions_in(line.options.names)]
     check_expressions(expressions)
@@ -71,7 +71,7 @@ def _compare_expression(line: MagicCall, expression: str) -> CommandOutput | str
 def distances(
     line: MagicCall, expression: str, reference: int, others: Sequence[int], paths: Sequence[str]
 ) -> Mapping[int, Mapping[str, Distance]]:
-    """Measure, by rank and path, how far parts of other ranks are from parts of `reference`.
+    """Return by rank and path how far parts of other ranks are from parts of `reference`.
 
     The rank `reference` lends its parts to the others: large parts are in shared memory, of which
     other machines get a copy.  The parts are released at the end.
@@ -171,7 +171,7 @@ class Comparison:
         for path in self.paths:
             groups, apart = self.groups(path), self.distances.get(path, {})
             # A rank whose numbers equal those of the reference counts as equal, in spite of another
-            # digest: only bits differ, as those of -0.0 and 0.0.
+            # digest: only bits differ, as the bits of -0.0 and 0.0 do.
             equal = {rank for rank, distance in apart.items() if not distance.differing}
             parts = {rank: part for part, ranks in groups for rank in ranks}
             groups = _group_ranks({r: groups[0][0] if r in equal else p for r, p in parts.items()})
@@ -188,7 +188,7 @@ def _group_ranks(parts: Mapping[int, ValueDigest | None]) -> list[EqualRanks]:
 
 
 def _difference(groups: list[EqualRanks], apart: Mapping[int, Distance]) -> str:
-    """Say how ranks differ: `ranks 0-2 agree, rank 3 differs by at most 0.0312 (12 of 4,096)`."""
+    """Return a text such as `ranks 0-2 agree, rank 3 differs by at most 0.0312 (12 of 4,096)`."""
     if len({part.kind if part else "" for part, _ in groups}) > 1:
         return _list_texts((part.kind if part else "nothing", ranks) for part, ranks in groups)
     if all(part and part.text for part, _ in groups):

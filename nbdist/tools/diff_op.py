@@ -88,7 +88,7 @@ def part_of(leaf: Any) -> ValueDigest:
 
 
 def comparable(leaf: Any) -> torch.Tensor | None:
-    """Return the leaf as a dense tensor of numbers; None if it is no such array or tensor."""
+    """Return an array or dense tensor of numbers as a dense tensor; None for any other leaf."""
     if isinstance(leaf, np.ndarray):
         try:
             return torch.from_numpy(np.array(leaf))
@@ -173,7 +173,7 @@ def _factors(device: torch.device) -> torch.Tensor:
 
 
 def distance(tensor: torch.Tensor, reference: torch.Tensor) -> Distance:
-    """Compare two tensors of equal shape and dtype; NaN is equal to NaN, and -0.0 to 0.0."""
+    """Return how far two tensors of equal shape and dtype differ; NaN equals NaN, -0.0 equals 0."""
     flat, other = tensor.reshape(-1), reference.reshape(-1)
     largest, differing, odd = 0.0, 0, 0
     for start in range(0, flat.numel(), COMPARED_AT_ONCE):
@@ -181,7 +181,7 @@ def distance(tensor: torch.Tensor, reference: torch.Tensor) -> Distance:
         b = other[start : start + COMPARED_AT_ONCE].to(a.device)
         if torch.equal(a, b):
             continue
-        if a.dtype.is_floating_point and a.element_size() < 4:  # torch lacks `!=` for some
+        if a.dtype.is_floating_point and a.element_size() < 4:  # torch lacks `!=` for some of these
             a, b = a.float(), b.float()
         differs = (a != b) & ~((a != a) & (b != b))
         wide = torch.complex128 if a.is_complex() else torch.float64
@@ -279,7 +279,7 @@ def _walk(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, 
 
 
 def _steps(value: Any) -> list[tuple[str, Any]] | None:
-    """List the parts of a value, each after its step of the path, such as `.weight` or `[0]`.
+    """Return the parts of a value, each after its step of the path, such as `.weight` or `[0]`.
 
     Return None for a value that is not divided.
     """

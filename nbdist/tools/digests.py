@@ -58,11 +58,11 @@ WIDE = {
 SMALL_TENSOR = 1 << 14
 """The most bytes of a tensor that is copied to new memory.
 
-For so small a tensor that is faster than a view of a spare tensor.
+For a tensor this small, new memory is faster than a view of a spare tensor.
 """
 
 MAX_SAMPLED = 1024
-"""About how many elements the digest of a forward's arguments reads of a large tensor."""
+"""About the number of elements of a large tensor that `sample_digest` reads."""
 
 SpareTensors = dict[tuple[torch.device, torch.dtype], torch.Tensor]
 """Tensors for copies of pieces, by device and dtype; digests of several tensors reuse them."""
@@ -100,7 +100,7 @@ def unsupported_type(value: Any) -> str:
 
 
 def parts_of(target: WatchedValue) -> tuple[dict[str, ValueDigest], int]:
-    """Describe the parameters of a module, or the states of an optimizer, by path.
+    """Return descriptions of a module's parameters, or of an optimizer's states, by path.
 
     Also return the number of sharded tensors: they are left out, since ranks have different parts.
     """
@@ -109,7 +109,7 @@ def parts_of(target: WatchedValue) -> tuple[dict[str, ValueDigest], int]:
 
 
 def buffers_of(target: WatchedValue) -> dict[str, ValueDigest]:
-    """Describe the buffers of a module by path, with their digests."""
+    """Return descriptions of a module's buffers, with their digests, by path."""
     return _describe_values(target.value.named_buffers(), "buffer ")[0]
 
 
@@ -176,7 +176,7 @@ def _states(optimizer: Any) -> Iterator[tuple[str, Any]]:
 def _describe_values(
     named: Iterable[tuple[str, Any]], kind: str = ""
 ) -> tuple[dict[str, ValueDigest], int]:
-    """Describe values with their digests; also return the number of sharded tensors, left out.
+    """Return descriptions by path with digests, and how many sharded tensors were left out.
 
     Of tensors on a GPU, all sums are copied at once: each copy would wait for the GPU.
     """
@@ -372,8 +372,8 @@ class Exchange:
     def _compare_together(self, key: str, when: str) -> str:
         """Wait until all ranks have stored a digest; raise RanksDiffer if the digests differ.
 
-        Also raise RanksDiffer if a rank stores none within `MEET_TIMEOUT`.  Return "" if all ranks
-        agree, or if the cell of another rank has ended.
+        Also raise RanksDiffer if a rank stores no digest within `MEET_TIMEOUT`.  Return "" if all
+        ranks agree, or if the cell of another rank has ended.
         """
         until = time.monotonic() + MEET_TIMEOUT
         keys = {f"{key}/{rank}": rank for rank in self._ranks}
@@ -400,7 +400,7 @@ class Exchange:
         return ""
 
     def _difference(self, key: str, when: str) -> str:
-        """Say which ranks differ at which step; "" if all ranks have the same digest."""
+        """Return a text: which ranks differ at which step; "" if all digests are equal."""
         text = difference({rank: self._store.get(f"{key}/{rank}") for rank in self._ranks})
         return text and f"{text} at step {when}"
 

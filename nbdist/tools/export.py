@@ -60,15 +60,15 @@ if TYPE_CHECKING:
 def dist_export(line: MagicCall) -> CommandOutput:
     """Export the distributed cells as a torchrun script: `%dist_export train.py`.
 
-    It runs under `torchrun --nproc-per-node 4 train.py`, without nbdist.  Functions, classes
-    and small values of the notebook that the cells use are in it, others in train_values.pt.
-    The lines below the summary say what it could not carry over.
+    The script runs by `torchrun --nproc-per-node 4 train.py`, without nbdist.  It contains the
+    functions, classes and small values of the notebook that the cells use; other values are in
+    train_values.pt.  Lines below the summary say what the script could not carry over.
     """
     path, file = _free_paths(line.options.file, force=line.options.force)
     world, shell = line.world, line.pool.shell
     history = shell.history_manager.input_hist_parsed  # type: ignore[union-attr]
     # Cells that auto mode sent to the ranks are in the history of IPython too, but they have bound
-    # nothing in the notebook.  For these, `auto.ran` has what ran in the notebook instead.
+    # nothing in the notebook.  For such cells `auto.ran` has the code that the notebook ran.
     cells = Statements(line.auto.ran.get(number, source) for number, source in enumerate(history))
     past, names = world.session.past, world.session.names
     composer = Composer(past, names, cells, shell.transform_cell)
@@ -143,9 +143,10 @@ def _write(script: ExportedScript, path: Path, file: Path, names: Mapping[str, o
 
 
 def group_of(world: World) -> tuple[str, tuple[str, ...]]:
-    """Return the backend for the script, and a line for each setting of the world that it lacks.
+    """Return the backend for the script, and a line for each of the world's settings it lacks.
 
-    The backend is "" if the script shall choose by its device, and "none" for no process group.
+    The backend is "" if the script shall choose gloo or nccl by the ranks' device, and "none" for
+    no process group.
     """
     config, omitted = world.session.config, []
     if given := given_environ(config):

@@ -30,8 +30,9 @@ NOTHING_TRACKED = (
 def dist_plot(line: MagicCall) -> CommandOutput | str:
     """Show what ranks have tracked, over all cells and restarts: `%dist_plot loss`.
 
-    The median of the ranks and the band from the lowest to the highest; a rank that leaves the
-    band has a line of its own.  If steps went back, only the run that began then is drawn.
+    A curve shows the median of the ranks, and a band from the lowest to the highest rank.  A rank
+    that leaves the band has a line of its own.  If steps went back, only the numbers since then are
+    drawn.
     """
     world = line.pool.world
     if world is not None:

@@ -29,7 +29,7 @@ from nbdist.wire.ops import TracePart
 from nbdist.words import count, one_line
 
 MAX_ROWS = 32
-"""The most ranks that have a row; of more ranks, those that others waited for longest."""
+"""At most this many ranks have a row: the ranks for which others waited longest."""
 
 ON_GPUS = "nccl collectives are not included: `%%distributed --profile` shows what GPUs do"
 
@@ -55,7 +55,7 @@ def dist_timeline(line: MagicCall) -> CommandOutput | str:
 
 
 def headline(timeline: Timeline) -> str:
-    """Write the heading: the time of the cell, its collectives, and the rank others waited for."""
+    """Return the heading: the time of the cell, its collectives, and the rank others waited for."""
     collectives = count(timeline.collective_count, "collective")
     if not timeline.is_recorded:
         collectives = "which rank came last is not recorded before torch 2.11"
@@ -89,8 +89,8 @@ def _table(timeline: Timeline, shown: Iterable[TimelineRow]) -> CommandOutput:
 def _rows_to_show(timeline: Timeline) -> list[TimelineRow]:
     """Return the rows to show, by rank.
 
-    Of more than `MAX_ROWS` ranks, those are shown for which other ranks waited longest, and then
-    those that computed longest.
+    If there are more than `MAX_ROWS` ranks, the ranks for which other ranks waited longest are
+    shown; if waits are equal, the ranks that computed longest.
     """
     order = sorted(timeline.rows, key=lambda row: (-row.awaited, -row.computing))
     return sorted(order[:MAX_ROWS], key=lambda row: row.rank)
@@ -99,7 +99,7 @@ def _rows_to_show(timeline: Timeline) -> list[TimelineRow]:
 # --- a profile ---------------------------------------------------------------------------
 
 TRACE_HEAD = b'{"nbdist": 1, "displayTimeUnit": "ms", "traceEvents": [\n'
-"""The beginning of every trace of nbdist: no file is overwritten that begins with other bytes."""
+"""The beginning of every trace of nbdist; other files are not overwritten."""
 
 SUFFIXES = (".json", ".json.gz")
 

@@ -19,7 +19,7 @@ from nbdist.output.html_parts import AMBER, BLUE, GREY, RED, coloured, dim, line
 from nbdist.tools.timeline_data import Timeline, TimelineRow, TimeSlice, least_awaited, slices_of
 
 TEXT_SLICES, PICTURE_SLICES = 60, 240
-"""The slices of a row: in a text, where each is a character, and in a picture."""
+"""The number of slices of a row in a text, where each slice is a character, and in a picture."""
 
 MAX_TICKS, AXIS_SHARE = 6, 0.92
 """The most ticks on the axis of time, and the share of the axis in which ticks may begin.
@@ -37,7 +37,7 @@ def chart(timeline: Timeline, rows: Sequence[TimelineRow]) -> CommandOutput:
 
 
 def short_seconds(seconds: float, whole: float) -> str:
-    """Write seconds as `0.99 s`, or as `45 ms` if `whole` is below a second.
+    """Return seconds as `0.99 s`, or as `45 ms` if `whole` is below a second.
 
     `whole` is the time of the cell, the same for all texts of a column, so they have one unit.
     """
@@ -56,7 +56,7 @@ def ticks(whole: float) -> list[float]:
 
 
 def tick_text(seconds: float, whole: float) -> str:
-    """Write a moment on the axis as `2 s`, or as `200 ms` if the `whole` axis is below a second."""
+    """Return a moment on the axis as `2 s`, or as `200 ms` if `whole` is below a second."""
     return f"{seconds * 1000:,.10g} ms" if whole < 1 else f"{seconds:,.10g} s"
 
 
@@ -80,7 +80,7 @@ class AwaitedPeriod(NamedTuple):
     seconds: float
 
     def text(self, whole: float) -> str:
-        """Say the wait in words: `others waited 1.32 s for rank 2 between 8.30 s and 9.90 s`."""
+        """Return a text: `others waited 1.32 s for rank 2 between 8.30 s and 9.90 s`."""
         begin, end, seconds = (short_seconds(each, whole) for each in self[1:])
         return f"others waited {seconds} for rank {self.rank} between {begin} and {end}"
 
@@ -106,7 +106,7 @@ def awaited_periods(timeline: Timeline) -> list[AwaitedPeriod]:
 # --- as text ------------------------------------------------------------------------------------
 
 HEIGHTS = "▁▂▃▄▅▆▇█"
-"""The characters for a slice: the more of it the rank computed, the higher the character."""
+"""The characters for a slice: the higher the character, the more of the slice the rank computed."""
 
 UNRECORDED_MARK = "·"
 
@@ -149,7 +149,7 @@ BAR, STRIP_TOP, STRIP = 80, 84, 16
 COMMUNICATING, WAITING, UNRECORDED = GREY, AMBER, "rgba(134,142,150,0.25)"
 
 LEAST_CAUSED, CAUSED_SHADES = 0.05, 4
-"""In which share of a slice others must wait, at least, until the strip below it is red.
+"""The least share of a slice in which others wait for the rank, so that the strip below is red.
 
 The strip has `CAUSED_SHADES` shades of red.
 """
@@ -183,7 +183,7 @@ def _legend(shown: Sequence[TimeSlice], *, is_split: bool) -> str:
 
 
 def _axis(whole: float) -> str:
-    """Write the axis below the pictures: short lines, each with its moment beside it."""
+    """Return the axis below the pictures: short lines, each with its moment beside it."""
     moments = ticks(whole)
     marks = ""
     for begin, end in zip(moments, [*moments[1:], whole], strict=True):
@@ -195,7 +195,7 @@ def _axis(whole: float) -> str:
 
 
 def _image(row: TimelineRow, slices: Sequence[TimeSlice | None]) -> str:
-    """Write the picture of a row as `<img>`, which a page stretches to the width of the column."""
+    """Return the picture of a row as `<img>`, which a page stretches to the width of the column."""
     words = f"rank {row.rank}: {short_seconds(row.computing, row.seconds)} computing, "
     words += f"{short_seconds(row.in_collectives, row.seconds)} in collectives"
     encoded = b64encode(row_picture(slices).encode()).decode()

@@ -5,8 +5,8 @@ from `nbdist.tools.timeline_op` in the workers.
 
 Waits in Python code are measured; they include the communication itself.  Waits in C++ code are
 assumed: a rank that begins a collective waits until the last rank begins it, unless the rank has
-another record before that.  So if a backward computes on after its last collective has begun, this
-counts as waiting until the last rank has begun the collective too.
+another record before that.  So if a backward goes on computing after its last collective has begun,
+the time until the last rank begins that collective counts as waiting.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from nbdist.words import size_text
 TimeSpan = tuple[float, float]
 
 LATE = 0.001
-"""The last rank to begin a collective is late if the first one began this many seconds before."""
+"""The last rank to begin a collective is late if the first began at least these seconds earlier."""
 
 LEAST, LEAST_SHARE = 0.01, 0.02
-"""How long other ranks must wait for a rank, at least, until texts name it as the straggler.
+"""Texts name a rank as the straggler if other ranks waited for it at least this long.
 
-The wait must be that many seconds, and that share of the cell.
+The wait must be at least `LEAST` seconds, and at least the share `LEAST_SHARE` of the cell's time.
 """
 
 
@@ -50,7 +50,7 @@ class TimelineRow:
     seconds: float  # how long the cell took on this rank
     in_collectives: float  # how many of these seconds the rank spent in collectives
     spans: tuple[TimeSpan, ...]  # when the rank was in collectives
-    waits: tuple[RankWait, ...]  # the parts of `spans` before the last rank began
+    waits: tuple[RankWait, ...]  # the parts of `spans` in which the rank waited for another rank
     recorded_from: float  # before this moment spans may be missing
     came_last: int = 0  # how many collectives the rank began late, after all other ranks
     awaited: float = 0.0  # how long another rank waited for this rank, on average
@@ -84,7 +84,7 @@ class Timeline:
 
 
 def least_awaited(whole: float) -> float:
-    """Return how many seconds others must wait for a rank until texts name it.
+    """Return the seconds that others must wait for a rank, at least, so that texts name the rank.
 
     `whole` is the time of the whole cell in seconds.
     """
@@ -92,7 +92,7 @@ def least_awaited(whole: float) -> float:
 
 
 def timeline_of(times: Mapping[int, RankTimes]) -> Timeline | None:
-    """Compute the timeline from the records of the ranks; None if no rank has run a cell."""
+    """Return the timeline, computed from the ranks' records; None if no rank has run a cell."""
     times = {rank: each for rank, each in times.items() if each.began_ns}
     if not times:
         return None
@@ -209,7 +209,7 @@ def _within(spans: Sequence[TimeSpan], begin: float, end: float) -> Iterator[Tim
 
 
 def _operations(ranks: Iterable[tuple[Met, ...]]) -> tuple[str, ...]:
-    """Count the collectives by operation, as `all_reduce x 3 (3 KiB)`, the most bytes first.
+    """Return texts on the collectives by operation: `all_reduce x 3 (3 KiB)`, most bytes first.
 
     Only the rank that has begun the most collectives is counted.
     """
@@ -234,14 +234,14 @@ class TimeSlice(NamedTuple):
     """
 
     computing: float
-    communicating: float  # in collectives that all ranks had begun
-    waiting: float  # in collectives that another rank had not begun
+    communicating: float  # the share in collectives that all ranks had begun
+    waiting: float  # the share in collectives that another rank had not begun
     caused: float
     is_recorded: bool = True  # False if spans may be missing: all shares are 0 then
 
 
 def slices_of(timeline: Timeline, slice_count: int) -> dict[int, list[TimeSlice | None]]:
-    """Divide the time of the cell into slices of equal length; return by rank how it spent them.
+    """Divide the time of the cell into slices of equal length; return by rank the rank's slices.
 
     A slice is None if the rank did not run the cell in that time.
     """

@@ -154,7 +154,7 @@ def _draw(line: MagicCall, divergence: Divergence) -> CommandOutput:
 class Divergence:
     """The records of all ranks about the watched `expressions`, and what follows from them.
 
-    If a difference was found, the facts and inputs in the records end there.
+    If a difference was found, the facts and inputs in the records end at that step.
     """
 
     expressions: Sequence[str]
@@ -192,7 +192,7 @@ class Divergence:
         }
 
     def head(self) -> str:
-        """Say which ranks differ: `watch: after step 50 rank 2 differs from ranks 0-1,3`."""
+        """Return a line: `watch: after step 50 rank 2 differs from ranks 0-1,3`."""
         when = "at the end, after" if self.is_of_the_end else "after"
         digests = [self._digests(each) for each in self.expressions]
         alike = {rank: tuple(each[rank] for each in digests) for rank in self.noted}
@@ -222,7 +222,7 @@ class Divergence:
         return f"{expression}: {path}"
 
     def agreement(self) -> str:
-        """Say how often ranks were compared and equal, and which parts were left out."""
+        """Return a line on how often ranks were compared and equal, and on parts left out."""
         if not self.noted:
             return "watch: nothing was watched on any rank"
         steps = {rank: each.steps for rank, each in self.noted.items()}

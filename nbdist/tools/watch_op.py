@@ -42,7 +42,7 @@ MAX_INPUTS = 2_000
 between comparisons."""
 
 _watches: list[RankWatch] = []
-"""The watch that runs in this process, if any; `end` or the next `begin` removes it."""
+"""The `RankWatch` that runs in this process, if any; `end` or the next `begin` removes it."""
 
 
 def begin(
@@ -85,7 +85,7 @@ def end(context: Context) -> Watched | None:
 
 
 class RankWatch:
-    """Counts the steps of a rank, and compares its values with those of other ranks."""
+    """Counts the steps of a rank, and compares its watched values with those of other ranks."""
 
     def __init__(
         self, context: Context, expressions: Sequence[str], every: int, exchange: Exchange
@@ -205,7 +205,7 @@ class RankWatch:
         """Call `action`; if it raises an error, record the problem, which ends the comparisons.
 
         An error must not end the training.  Only two errors are raised, and end the cell:
-        RanksDiffer, and ConnectionResetError, by which a rank is released that waits for others.
+        RanksDiffer, and ConnectionResetError, which releases a rank that waits for others.
         """
         try:
             action()
@@ -231,7 +231,7 @@ class RankWatch:
         self._times += 1
 
     def _describe(self) -> DigestsByPath:
-        """Describe the values of all targets.
+        """Return descriptions of the values of all targets, by expression and path.
 
         If a target cannot be described, record the reason, and watch it no longer.
         """
@@ -334,7 +334,7 @@ class Seen:
             return
         inner = target.inner
         for name, module in target.value.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):  # which refuses hooks
+            if not isinstance(module, torch.jit.ScriptModule):  # such a module refuses hooks
                 self._names[module] = f"{target.expression}.{name}" if name else target.expression
         if models.compiles_hooks(inner) or isinstance(inner, torch.jit.ScriptModule):
             return
