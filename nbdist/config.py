@@ -64,7 +64,7 @@ def _refusal(flag: str, text: object, what: str) -> UsageError:
 def whole_number(
     flag: str, what: str, minimum: int = 1, maximum: int = 999_999_999
 ) -> Callable[[Any], int]:
-    """Make a function that reads a whole number from `minimum` to `maximum`.
+    """Return a function that reads a whole number from `minimum` to `maximum`.
 
     The function takes a text or a number, so argparse can use it as a `type`.  It raises UsageError
     for other values, with `what` as the description of the expected value.
@@ -92,7 +92,7 @@ read_restarts = whole_number(
 
 
 def number_of_seconds(flag: str) -> Callable[[Any], float]:
-    """Make a function that reads a number of seconds, and that argparse can use as a `type`.
+    """Return a function that reads a number of seconds, and that argparse can use as a `type`.
 
     The function raises UsageError unless the number is above 0 and finite.
     """
@@ -222,7 +222,7 @@ LOCAL = "local"
 """The launcher that starts workers on the notebook's machine."""
 
 ELSEWHERE = ("ssh", "slurm", "join", "ray")
-"""nbdist's launchers for other machines; launchers of other packages may be given any option."""
+"""nbdist's launchers for other machines; a launcher of another package may be given any option."""
 
 
 class Option(NamedTuple):
@@ -563,7 +563,7 @@ def renamed_options(options: Mapping[str, T]) -> dict[str, T]:
 
 
 def launcher_for(options: Mapping[str, object], environ: Mapping[str, str]) -> str:
-    """Choose a launcher: ssh with `--hosts`, slurm with `--salloc` or in a Slurm job, else local.
+    """Return a launcher: ssh with `--hosts`, slurm with `--salloc` or in a Slurm job, else local.
 
     A job of Slurm does not count if this machine is the job's only node.
     """

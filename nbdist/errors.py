@@ -88,7 +88,7 @@ class UnknownArgument(UsageError, TypeError):
 class NoValue(UsageError, KeyError):
     """A cell's result was asked for the value of a rank that has none; `ranks` have values."""
 
-    __str__ = Exception.__str__  # KeyError's would write the message in quotes
+    __str__ = Exception.__str__  # `KeyError.__str__` would write the message in quotes
 
     def __init__(self, rank: object, ranks: Iterable[int]) -> None:
         available = f"{name_ranks(some)} have one" if (some := [*ranks]) else "no rank has one"

@@ -23,8 +23,8 @@ from nbdist.words import count
 
 WorkerCount = int | Literal["auto", "gpu", "cpu"]
 
-# The default of init_process_group() on a machine with GPUs, so that collectives of CPU tensors
-# and of objects work too.
+# The default backend of init_process_group() on a machine with GPUs; with it, collectives of CPU
+# tensors and of objects work too.
 GPU_BACKEND = "cpu:gloo,cuda:nccl"
 
 AUTO_LIMIT, NVIDIA_SMI_TIMEOUT = 4, 5.0
@@ -82,7 +82,7 @@ def resolve(workers: WorkerCount, gpus: int, cores: int) -> int:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use: under `taskset` not all of them."""
+    """Return the number of cores that this process may use; under `taskset` it is smaller."""
     return len(os.sched_getaffinity(0))
 
 
@@ -266,7 +266,7 @@ def uses_nccl(backend: str) -> bool:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """List the GPUs that a process with this environment sees, as CUDA_VISIBLE_DEVICES names them.
+    """Return the GPUs that are visible in this environment, as CUDA_VISIBLE_DEVICES names them.
 
     This function does not initialise CUDA.  It lists MIG slices instead of GPUs if the variable
     begins with a slice, or if the variable is not set and nvidia-smi finds slices.  CUDA gives a
@@ -420,7 +420,7 @@ def select_ranks(ranks: RankSelection | None, rank: int | None, world_size: int)
     numbers = range(world_size) if ranks is None else ranks
     chosen: dict[int, None] = {}
     for number in numbers if rank is None else (rank,):
-        # Each task comes through here with all of its ranks, so plain integers skip `_is_number`.
+        # Each task passes all of its ranks here, so plain integers skip `_is_number`, to save time.
         if type(number) is not int and not _is_number(number):
             raise refusal(f"{number!r} is not the number of a rank")
         index = operator.index(number)
@@ -503,7 +503,7 @@ def free_slots(room: Mapping[int, int], taken: Collection[Position] = ()) -> Ite
 
 
 def place_ranks(slots: Slots, room: Sequence[int], size: int) -> Slots:
-    """Return positions for `size` ranks: ranks in `slots` keep theirs, new ranks get free ones.
+    """Return positions for `size` ranks: ranks in `slots` stay, new ranks get free positions.
 
     `room` has the number of ranks that fit on each node, () for a single node without a limit.
     """

@@ -91,10 +91,10 @@ _DIST_MAGIC = re.compile(r"%dist_(?!auto|help|attach)\w+(?! --pool)\b")
 
 
 def in_pool(text: str, pool: str) -> str:
-    """Add `--pool` to the magics that a text names: `%dist_output` gives `%dist_output --pool a`.
+    """Return a text with `--pool` for its magics: `%dist_output` gives `%dist_output --pool a`.
 
-    Magics that already name a pool, or that need none, stay as they are.  So does the whole text
-    if `pool` is "", which stands for the default pool.
+    Magics that already name a pool, or that need none, stay as they are.  The whole text stays as
+    it is if `pool` is "", which stands for the default pool.
     """
     return _DIST_MAGIC.sub(rf"\g<0> --pool {pool}", text) if pool else text
 
