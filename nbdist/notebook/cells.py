@@ -304,7 +304,7 @@ def _redraw(
 ) -> None:
     waits, asks = running.waits, running.prompts.text
     done, total = running.bytes_moved
-    # Only in a panel: a terminal would print a new line for each change.
+    # Show this only in a panel: a terminal would print a new line for each change.
     if not waits and display.can_change and done < total and not display.is_quiet:
         waits = f"big values are being packed: {size_text(done)} of {size_text(total)}"
     if asks and not is_attended:

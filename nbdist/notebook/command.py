@@ -161,8 +161,8 @@ Returned = CommandOutput | MagicResult | str | None
 class Command:
     """A magic of nbdist; the function `run` is called with a `MagicCall`.
 
-    `looks` are the options with which the magic changes nothing, so that it may run in a subshell
-    while a cell runs; "" among them means that the magic never changes anything.
+    `looks` are the options with which the magic changes nothing: with such an option it may run in
+    a subshell while a cell runs.  If "" is among them, the magic never changes anything.
     """
 
     run: Callable[[MagicCall], Returned]

@@ -125,7 +125,7 @@ def names_filled_in(text: str) -> list[str]:
 
 @functools.lru_cache(maxsize=64)
 def _cell(source: str) -> _Code:
-    # Cached, as callers ask several questions about the same source.
+    # The result is cached, since callers ask several questions about the same source.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the ranks warn when they compile the cell
         flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT

@@ -88,7 +88,7 @@ class IdleWatch:
         if self.loop is None or self.loop.is_closed():
             return
         if self._is_active() and self._timer is None:
-            # In an empty context, for the same reason as in `follow`.
+            # The timer runs in an empty context, for the same reason as in `follow`.
             self._timer = contextvars.Context().run(
                 self.loop.call_later, IDLE_PAUSE, self._notice_now
             )

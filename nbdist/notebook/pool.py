@@ -75,7 +75,7 @@ class Pool:
         self.prestarted: Link | None = None
         self._widgets: WidgetRelay | None = None
         self._idle = IdleWatch(self._notice, self._is_active)
-        self._jobs: list[Job] = []  # in the order in which the jobs were sent
+        self._jobs: list[Job] = []  # the jobs, in the order in which they were sent
         self._is_stepping_jobs = False
 
     def __repr__(self) -> str:
@@ -292,8 +292,8 @@ class Pool:
             self.show_late()
         self._end("its workers were shut down")
         problem = self.world.session.shutdown() if self.world is not None else ""
-        # Only after `session.shutdown`: if Stop interrupts the wait for the workers' end, the next
-        # `%dist_shutdown` needs the world.
+        # Forget the world only after `session.shutdown`: if Stop interrupts the wait for the
+        # workers' end, the next `%dist_shutdown` needs the world.
         self.world = None
         return (
             f"workers ended, but {problem}" if problem else "workers ended" if had_workers else ""
@@ -594,7 +594,7 @@ class Pool:
 
     def show_jobs(self) -> None:
         """Show the jobs' new output; called at the end of each notebook cell."""
-        if is_in_subshell(self.shell):  # another thread, and only the main thread may run jobs
+        if is_in_subshell(self.shell):  # on another thread; only the main thread may run jobs
             return
         for job in self._jobs:
             job.step()

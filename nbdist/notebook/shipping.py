@@ -216,8 +216,8 @@ class Plan:
                 continue
             is_fixed = is_atomic(value) or isinstance(value, types.FunctionType)
             is_big = (record.size if record else least_size(value)) > SMALL_VARIABLE
-            # A big value would be sent in vain: the cell binds the name itself, and in most cells
-            # before a function reads the name.
+            # The cell binds the name itself, in most cells before a function reads the name: a big
+            # value would be sent in vain.
             if is_big and name in self.binds:
                 continue
             # If a rank has bound this name, the notebook has bound it again later: names that ranks

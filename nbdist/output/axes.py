@@ -46,7 +46,7 @@ class Axis(NamedTuple):
         if self.high == self.low:
             return 0.0
         if self.is_log:
-            # Not the logarithm of a quotient, which could be too large for a float.
+            # Take no logarithm of a quotient, since the quotient could be too large for a float.
             low, high = math.log(self.low), math.log(self.high)
             return min(1.0, max(0.0, (math.log(value) - low) / (high - low)))
         return (value - self.low) / (self.high - self.low)

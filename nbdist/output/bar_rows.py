@@ -28,7 +28,7 @@ class BarRows:
         # By row: the name and total of the first bar drawn in the row, the progress with which that
         # bar began, and the row from which a line of text has moved the bar, or -1.
         self._first_drawn: dict[int, tuple[tuple[str, str], float, int]] = {}
-        # Rows of `by_row` whose bars a program has erased, but in other rows: see `drop_lowest`.
+        # Rows of `by_row` whose bars a program has erased by writing to other rows (`drop_lowest`).
         self._erased_rows = set[int]()
 
     def list_bars(
@@ -112,12 +112,12 @@ class BarRows:
         self._removed.pop((bar.name, bar.total), None)
 
     def drop_lowest(self, width: int, first: int, width_of: Callable[[int], int]) -> None:
-        """Drop the lowest bar of `width` characters, after a program has erased an empty row.
+        """Drop the lowest bar of `width` characters, because a program has tried to erase it.
 
         A program erases its nested bars by spaces of their length.  If lines of text have moved the
-        bars down meanwhile, the program erases a row that has no bar, and means a bar in another
-        row.  That may be any bar that text has replaced, or a bar in row `first` or below;
-        `width_of` returns the number of characters of a row.
+        bars down since, the program writes the spaces to a row without a bar, but means a bar in
+        another row: a bar that text has replaced, or a bar in row `first` or below.  `width_of`
+        returns the number of characters of a row.
         """
         candidates: list[tuple[int, object]] = [
             (row, key) for key, (row, _, bar_width) in self._removed.items() if bar_width == width
@@ -155,7 +155,8 @@ class BarRows:
         has_more = is_cut_longer and 0 < before < len(plain.rstrip(" "))
         if has_more and (cut := read_row(plain[:before], is_edited=False)):
             bar, end = cut, before
-        # Spaces up to the length of the previous drawing are no text: tqdm erases a longer bar so.
+        # Spaces up to the length of the previous drawing are no text: tqdm erases a longer bar by
+        # such spaces.
         is_erased = end and not plain[end:before].strip(" ")
         return bar, end, max(end, before) if is_erased else end
 

@@ -70,7 +70,7 @@ class Bands:
     """
 
     steps: list[float]
-    means: Mapping[int, list[float | None]]  # by rank
+    means: Mapping[int, list[float | None]]  # by rank: the mean of its numbers in each column
     medians: list[float | None]  # the medians of the means of all ranks
     low: list[float | None]  # the lowest mean of a rank in the band
     high: list[float | None]  # the highest mean of a rank in the band

@@ -410,7 +410,7 @@ def size_of(output: Output) -> int:
 
 
 def _length(value: object) -> int:
-    length, waiting = 0, [value]  # a loop: deeply nested JSON would exceed Python's recursion limit
+    length, waiting = 0, [value]  # no recursion: deeply nested JSON would exceed Python's limit
     while waiting:
         match waiting.pop():
             case str(text):

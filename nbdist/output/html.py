@@ -62,8 +62,8 @@ _COLOURS: dict[DisplayState, str] = {
     "stopped": GREY,
     "aborted": GREY,
 }
-# As wide as the triangle in the title of a finished block.  The blocks of a running cell have no
-# triangle, and their titles must not move when the cell ends.
+# The padding is as wide as the triangle in the title of a finished block.  The blocks of a running
+# cell have no triangle, and their titles must not move when the cell ends.
 _TITLE = "padding-left:1.1em"
 _LONGEST_LAST = 80
 _LONGEST_RANKS = 24  # characters of the ranks beside a line; a longer text may wrap

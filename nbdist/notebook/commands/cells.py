@@ -113,7 +113,7 @@ def _run_here(line: MagicCall, running: TaskRun) -> BaseException | None:
             for name in track.done.bound if track.done else ():
                 world.session.names.record_gathered(name, (track.rank,))
     error: BaseException | None = ran.error_before_exec
-    if error is None:  # not by `or`, since a user's exception can be false as a truth value
+    if error is None:  # `or` would be wrong: a user's exception can be false as a truth value
         error = ran.error_in_exec
     if isinstance(error, KeyboardInterrupt):
         running.stops += 1

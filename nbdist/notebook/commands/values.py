@@ -281,7 +281,7 @@ def save_due_snapshot(pool: Pool) -> None:
     """
     routine = pool.routine
     if pool.world is None or not pool.world.session.is_idle:
-        return  # a snapshot needs all ranks: this cell is not counted, so the next cell counts
+        return  # a snapshot needs all ranks to be idle, so this cell is not counted
     if not routine.is_due():
         return
     try:
