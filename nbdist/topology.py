@@ -202,7 +202,7 @@ def read_hosts(hosts: str | Iterable[str]) -> str:
 
 
 def _parse_host(item: str) -> Host:
-    """Return the host in a text such as `user@b:2`; ValueError has the reason as a phrase."""
+    """Return the host in a text such as `user@b:2`; ValueError gives the reason as a phrase."""
     if not item:
         raise ValueError("there is nothing next to a comma")
     match = _HOST.fullmatch(item)

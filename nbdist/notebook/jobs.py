@@ -315,9 +315,9 @@ class Job:
         return not (self.has_ended or self._is_stepping) and is_main_thread()
 
     def pop_failure_note(self) -> str:
-        """Return a line on the failure of the job's cell; "" if it has not failed, and later.
+        """Return a line on the failure of the job's cell; "" if the cell has not failed.
 
-        Later calls return "", and so does the first call if the user has waited for the job's end
+        Further calls return "", and so does the first call if the user has waited for the job's end
         by `wait`, `result` or `await`.
         """
         is_heard, self._was_waited_for = self._was_waited_for, True

@@ -261,7 +261,7 @@ def bar_table(transcript: Transcript) -> BarTable | None:
 
 
 def _present_table(rank_bars: Sequence[RankBars]) -> BarTable:
-    """Return the table of current bars; if more than `MAX_BAR_ROWS`, only of the slowest ranks."""
+    """Return the table of current bars; of more than `MAX_BAR_ROWS` bars, only of the slowest."""
     ranks, rows, summary = tuple(bars.rank for bars in rank_bars), [*rank_bars], ""
     if len(rank_bars) > MAX_BAR_ROWS:
         rows = sorted(rank_bars, key=lambda bars: (_progress_key(bars), bars.rank))[:SLOWEST_ROWS]
@@ -547,7 +547,7 @@ def _name_cell(name: str) -> tuple[str, str]:
 
 
 def left_bar_line(left_bar: LeftBar) -> str:
-    """Return a bar that ranks have left as a line: `[0-3] epoch 0  63/63  10 s  5.8it/s`."""
+    """Return a line for a bar that ranks have left: `[0-3] epoch 0  63/63  10 s  5.8it/s`."""
     (row,) = _rows(BarTable(left_bar.ranks, left_bars=(left_bar,)))
     parts = row.name, row.percent, row.amount, row.times, row.rate, row.other_text
     return f"[{format_ranks(left_bar.ranks)}] {'  '.join(filter(None, parts))}"

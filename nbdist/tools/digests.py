@@ -176,9 +176,10 @@ def _states(optimizer: Any) -> Iterator[tuple[str, Any]]:
 def _describe_values(
     named: Iterable[tuple[str, Any]], kind: str = ""
 ) -> tuple[dict[str, ValueDigest], int]:
-    """Return descriptions by path with digests, and how many sharded tensors were left out.
+    """Return descriptions of values with their digests, by path; leave out sharded tensors.
 
-    Of tensors on a GPU, all sums are copied at once: each copy would wait for the GPU.
+    Also return the number of sharded tensors.  The sums that `fold` computes on a GPU are copied to
+    the CPU all at once, since each copy waits for the GPU.
     """
     parts: dict[str, ValueDigest] = {}
     sums: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}

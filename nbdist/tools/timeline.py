@@ -99,7 +99,7 @@ def _rows_to_show(timeline: Timeline) -> list[TimelineRow]:
 # --- a profile ---------------------------------------------------------------------------
 
 TRACE_HEAD = b'{"nbdist": 1, "displayTimeUnit": "ms", "traceEvents": [\n'
-"""The beginning of every trace of nbdist; other files are not overwritten."""
+"""The beginning of every trace of nbdist; a file that begins otherwise is not overwritten."""
 
 SUFFIXES = (".json", ".json.gz")
 

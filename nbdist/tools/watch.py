@@ -126,7 +126,8 @@ def _show(line: MagicCall, expressions: Sequence[str]) -> None:
 def _draw(line: MagicCall, divergence: Divergence) -> CommandOutput:
     """Draw a table of the parts that differed, and the facts that may be the cause.
 
-    How far parts are apart is measured now, after the cell; they may have changed since.
+    How far parts are apart is measured now, after the cell; the parts may have changed since the
+    comparison.
     """
     from nbdist.tools.diff import distances
 
