@@ -210,7 +210,7 @@ class Agent:
             self._workers.all[rank].run(run)
 
     def _spare(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Keep Stop from killing these ranks until Stop is pressed again; return those alive."""
+        """Keep Stop from killing these ranks until Stop is pressed again; return the live ranks."""
         spared = [worker for worker in self._workers.alive(ranks) if not worker.is_killed]
         self._step_stops.spare(spared)
         return tuple(worker.rank for worker in spared)

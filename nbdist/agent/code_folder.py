@@ -32,8 +32,8 @@ CODE_FOLDER_PREFIX = "nbdist-code-"
 FILES, LIST, NEW_FILE = "code", "files", "new"
 """Names in the folder that `CodeFolder` makes.
 
-`code` is the copy of the notebook's folder, `files` lists the files that the notebook sent, which
-are removed at the end, and `new` is a file that is being written."""
+`code` is the copy of the notebook's folder.  `files` lists the files that the notebook sent; these
+files are removed when the agent ends.  `new` is a file that is being written."""
 
 MADE_BY_PYTHON = "__pycache__"
 
@@ -123,7 +123,7 @@ def remove(folder: Path) -> list[str]:
     kept = sorted(str(path) for path in relative if MADE_BY_PYTHON not in path.parts)
     if not kept:
         folders.remove(folder)
-    else:  # without a lock file no agent removes the folder later: it has the user's files
+    else:  # without a lock file no agent removes this folder later, which has the user's files
         for name in (LIST, NEW_FILE, folders.LOCK_FILE):
             (folder / name).unlink(missing_ok=True)
     return kept

@@ -54,7 +54,8 @@ def _clean_up_after_kill(last_word: bytes) -> None:
     """Report to the head, if there is one, that the agent was killed; remove its code folder.
 
     Code folders of other killed agents are removed, too.  The guard calls this function with all
-    bytes that the agent has sent to the guard; with a head they end with a line for the head.
+    bytes that the agent has sent to the guard.  If there is a head, these bytes end with a line
+    that the guard sends to the head.
     """
     # Imported here, because an agent imports next to nothing before it forks its guard.
     if last_word.endswith(b"\n"):
@@ -181,8 +182,8 @@ IMPORTED_WHEN_IDLE = (
 )
 """Modules that the first traceback, DDP, FSDP2 or optimizer of a process imports.
 
-The first two are for tracebacks.  Some modules that torch._dynamo needs are before torch._dynamo,
-so that no single import takes long.  A module that is not installed is skipped.
+The first two are for tracebacks.  Some modules that torch._dynamo needs are listed before it, so
+that no single import takes long.  A module that is not installed is skipped.
 """
 
 UNDISTURBED, AFTER_FORK = 0.1, 1.5
@@ -219,7 +220,7 @@ def import_if_possible(name: str) -> None:
         import_module(name)
     except ModuleNotFoundError:
         pass
-    except Exception:  # noqa: BLE001 (other people's modules; workers can be forked without)
+    except Exception:  # noqa: BLE001 (a module may raise anything; workers do not depend on it)
         import traceback
 
         traceback.print_exc()
@@ -270,7 +271,7 @@ class ForkServer:
 
         The agent sends the requests of a world's ranks one after the other.  Requests that are
         returned together need only one intermediate process (`_fork_all`).  A process for each
-        request would take 10 ms more a rank.
+        request would take 10 ms more for each rank.
         """
         requests: list[Fork] = []
         while True:
@@ -316,7 +317,7 @@ class ForkServer:
         os._exit(0)
 
     def _fork(self, requests: list[Fork]) -> int | None:
-        """Fork as `os.fork` does; on failure send `ForkFailed` for each request, return None."""
+        """Fork as `os.fork` does.  On failure send `ForkFailed` for each request; return None."""
         try:
             return os.fork()
         except OSError as error:

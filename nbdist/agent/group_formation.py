@@ -32,8 +32,8 @@ class NodeWorkers(Protocol):
 class GroupFormation:
     """Starts, heals and scales a world.
 
-    `parts` maps the number of each node to its machine.  With `on_one_machine` the only entry is 0:
-    that machine has all ranks, also the ranks of nodes that are only simulated.
+    `parts` maps the number of each node to its machine.  With `on_one_machine` the only number is
+    0: that machine has all ranks, also the ranks of nodes that are only simulated.
     """
 
     def __init__(self, parts: Mapping[int, NodeWorkers], *, on_one_machine: bool = False) -> None:
@@ -125,9 +125,10 @@ class GroupFormation:
         self._logs = {became[rank]: folder for rank, folder in self._logs.items()}
 
     async def _form_anew(self, spec: WorldSpec) -> tuple[str, bool]:
-        """Form the group of all ranks again; return what prevented that, or "", and if it is final.
+        """Form the group of all ranks again; return the problem, or "", and whether that is final.
 
-        It is not final if a rank has no live process, because another attempt starts that rank.
+        The result is not final if a rank has no live process, because another attempt would start
+        that rank.
         """
         by_node = self._ranks_on(spec)
         answers = await self._ask(dict.fromkeys(by_node, part.GetHeld()))
@@ -175,7 +176,7 @@ class GroupFormation:
     async def _ask_until_failure(
         self, requests: Mapping[int, part.PartRequest[_T]], has_failed: Callable[[_T], bool]
     ) -> list[_T]:
-        """Return all answers, in no fixed order.
+        """Send a request to each node; return all answers, in no fixed order.
 
         After the first failure the forming is called off on the nodes that have not yet answered.
         """

@@ -3,9 +3,9 @@
 `nbdist.agent.supervisor` uses this module in the process that serves the notebook.  No I/O here.
 
 There are two kinds of deadlock.  In the first, some ranks have finished the task or do not run it,
-all others wait in collectives, and nothing moves among them.  In the second, all ranks wait, in
-collectives that do not match, or with nothing that moves.  While an unfinished rank computes there
-is no deadlock: that rank may still join a collective.
+all others wait in collectives, and no data moves between them.  In the second, all ranks wait, and
+their collectives do not match or no data moves.  While an unfinished rank computes, there is no
+deadlock, because that rank may still join a collective.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from operator import attrgetter
 
 from nbdist.wire.places import LOCATED_TIMEOUT, RankPosition
 
-FIRST_LOCATE_DELAY = LOCATE_INTERVAL = 1.0  # seconds before the first, and between two requests
-SOON, FAST_SECONDS = 0.1, 2.0  # seconds between fast requests, and until they are slow again
+FIRST_LOCATE_DELAY = LOCATE_INTERVAL = 1.0  # seconds until ranks are located, and between two times
+SOON, FAST_SECONDS = 0.1, 2.0  # seconds between fast requests, and until requests are slow again
 UNCHANGED = 3.0  # seconds without a change before a rank with active gloo threads counts as stuck
 ALL_UNCHANGED = 1.0  # seconds without a change before ranks count as stuck if all ranks wait
 
@@ -30,11 +30,11 @@ noticed that yet, Pair::signalException skips the messages that could not be wri
 
 
 class HangDetector:
-    """Where in their code a task's unfinished ranks were, the last two times; decides if they hang.
+    """Remembers the last two places of a task's unfinished ranks, and decides if the ranks hang.
 
-    It also says when the ranks must be located again.  A rank's place (`RankPosition`) is its line,
-    the collective in which it waits, and facts that show whether the wait goes on.  Times are
-    monotonic seconds.
+    The detector also says when the ranks must be located again.  A rank's place (`RankPosition`) is
+    its line, the collective in which it waits, and facts that show whether the collective makes
+    progress.  Times are monotonic seconds.
     """
 
     def __init__(self, started: float, hang_timeout: float) -> None:
@@ -91,7 +91,7 @@ class HangDetector:
     def is_deadlocked(
         self, unfinished: Iterable[int], now: float, unchanged: float = UNCHANGED
     ) -> bool:
-        """Return True if all `unfinished` ranks wait in collectives, and nothing moves among them.
+        """Return True if all `unfinished` ranks wait in collectives between which no data moves.
 
         A rank in which gloo's threads seem active counts only if its place has not changed for
         `unchanged` seconds.

@@ -129,7 +129,7 @@ async def _status_of(worker: Worker) -> WorkerStatus:
         with _Turn(worker, STATUS_TIMEOUT) as turn:
             answer = await _last_collective(worker)
         place = await _place_of_silent(worker, turn) if answer is None else RankPosition()
-        if place.holds_gil:  # ask again: the worker may have been slow, such as by its disk
+        if place.holds_gil:  # ask again: the worker may only have been slow, as with a busy disk
             answer = await _last_collective(worker, BRIEF_SAMPLE_TIMEOUT)
         if answer is not None:  # an answer shows that C code does not hold the GIL
             place = RankPosition(is_stopped=is_stopped(worker.pid))
@@ -162,7 +162,7 @@ async def _ask(
 async def place_from_outside(
     worker: Worker, timeout: float
 ) -> tuple[RankPosition, list[StackFrame]]:
-    """Return where a rank is that cannot answer, and its stack, as read from its memory.
+    """Return the place and the stack of a rank that cannot answer, read from the rank's memory.
 
     The stack's frames begin with the innermost; there are none if the memory cannot be read.
     """
@@ -225,7 +225,7 @@ class _Turn:
         self._clocks = [OwnTime(self._pid), OwnTime(os.getpid())]
 
     def judge(self, place: RankPosition) -> RankPosition:
-        """Return a silent rank's `place`; keep its `holds_gil` only if it had time to answer."""
+        """Return a silent rank's `place`, with `holds_gil` only if the rank had time to answer."""
         if not (place.holds_gil and self._clocks):
             return replace(place, holds_gil=False)
         waited = sum(sum(clock.waits()) for clock in self._clocks)
@@ -341,7 +341,8 @@ class GpuGauge:
     def read(self, names: Iterable[str], environ: Mapping[str, str]) -> dict[str, Gpu]:
         """Return the state of each GPU by its name; GPUs that cannot be read are left out.
 
-        Takes 1 ms for a GPU, at first more.  The workers' `environ` may set CUDA_DEVICE_ORDER.
+        Reading a GPU takes 1 ms, and longer the first time.  The workers' `environ` may set
+        CUDA_DEVICE_ORDER, which changes the names of GPUs.
         """
         gpus: dict[str, Gpu] = {}
         for name in sorted({*names}) if self._nvml else ():
@@ -391,7 +392,7 @@ FIRST_USAGE_DELAY = 1.0  # seconds into a task until usage is first read
 USAGE_INTERVAL = 2.0  # seconds between reports
 COUNT_TIMEOUT = 1.0  # seconds for a count of pages, and for reading GPUs
 MIN_COUNT_SECONDS, LARGEST_SHARE = 10.0, 0.005
-"""Least seconds that a count of pages is used, and the share of a core that counting may take."""
+"""The least seconds for which a count of pages is used, and the most of a core for counting."""
 
 
 class UsageWatch:

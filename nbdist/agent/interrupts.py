@@ -48,7 +48,8 @@ Nearly always C code needs less.  The notebook has control within 5 s after Stop
 
 MAX_FUTILE_ABORTS = 3  # aborts that all ranks answer, before a rank that still waits may be stuck
 ASLEEP, WAKES = 0.05, 20
-"""A thread counts as asleep if it has run for fewer seconds, and has been woken fewer times.
+"""A thread counts as asleep if it has run for less than `ASLEEP` seconds, and has been woken fewer
+than `WAKES` times.
 
 Code that only waits stays below both limits during `C_GRACE`."""
 

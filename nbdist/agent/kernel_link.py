@@ -96,7 +96,7 @@ def message_from(session: Session, frames: list[bytes]) -> KernelMessage | None:
             NO_VALUES if is_too_deep else metadata,
             is_too_deep,
         )
-    except Exception as error:  # noqa: BLE001 (garbage can make each of these raise anything)
+    except Exception as error:  # noqa: BLE001 (for garbage, these calls can raise anything)
         log.warning("dropped %d frames of a worker's: %.200r", len(frames), error)
         return None
 
@@ -212,9 +212,10 @@ def _bundles(content: Mapping[str, Any]) -> tuple[events.MimeBundle, events.Mime
 
 
 def _comm(message: KernelMessage) -> events.Output:
-    """Turn a message to a widget's model in the page into an output.
+    """Turn a rank's message to a widget in the page into an output.
 
-    A message that opens a comm of no widget becomes a line which says that ranks cannot do that.
+    If a message opens a comm that is not a widget's, the output is a line which says that ranks
+    cannot do that.
     """
     content, kind = message.content, message.kind
     target = str(content["target_name"]) if kind == "comm_open" else ""
@@ -252,7 +253,7 @@ def _line(text: str) -> events.Display:
 
 
 def user_failure(failure: events.Failure) -> events.Failure:
-    """Return the failure without frames of `HIDDEN_FILES`, and SystemExit as a sentence."""
+    """Return the failure without frames of `HIDDEN_FILES`; a SystemExit gets a sentence as text."""
     plain = ((frame, ANSI.sub("", frame)) for frame in failure.traceback)
     traceback = tuple(
         frame for frame, text in plain if not any(part in text for part in HIDDEN_FILES)
@@ -364,7 +365,8 @@ class KernelClient:
         deadline = time.monotonic() + SUBSCRIBE_TIMEOUT
         while not subscribed.is_set() and time.monotonic() < deadline:
             self._request(control.Announce())
-            with suppress(TimeoutError):  # published before the subscription took effect: ask again
+            # After a timeout ask again: the message was sent before the subscription took effect.
+            with suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_SECONDS):
                     await subscribed.wait()
         if not subscribed.is_set():

@@ -30,7 +30,7 @@ from nbdist.wire.store import MAX_STORE_BYTES
 
 log = logging.getLogger("nbdist.agent")
 
-MAX_QUERY_CONNECTIONS = 16  # connections with the same kind of question, or none yet, at a time
+MAX_QUERY_CONNECTIONS = 16  # connections at a time with one kind of question, or with none yet
 LINE_TIMEOUT = 10.0  # seconds for a question to arrive, and for its answer to be read
 MAX_STORE_CONNECTIONS = 4096  # connections at a time to the store; a rank has one for each thread
 CONNECTION_READ_SIZE = 1 << 18
@@ -184,7 +184,7 @@ class Listener(Door):
                     self._link.attach_connection_closed(pid)
 
     def _connections_of(self, kind: type[queries.QueryMessage] | None) -> list[asyncio.Task[None]]:
-        """Return the connections whose question is of this kind (None: not read), oldest first."""
+        """Return the connections with this kind of question (None: not yet read), oldest first."""
         return [task for task, question in self._connections.items() if question is kind]
 
     async def _answer(self, question: queries.QueryMessage) -> queries.QueryMessage | None:

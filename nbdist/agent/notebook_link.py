@@ -51,7 +51,7 @@ NOTEBOOK_LINK_LINGER = 500  # milliseconds to deliver queued messages after `clo
 CHANGE_TIMEOUT, CHANGE_STEP = 20.0, 0.05
 """Seconds: how long an attaching notebook waits while workers start or heal, and how long the
 agent waits between two checks whether they are done."""
-LAST_WORDS = 0.1  # seconds for the last messages of a notebook that has ended to arrive
+LAST_WORDS = 0.1  # seconds for which messages of a notebook that has ended may still arrive
 FIRST_LINE = 200  # characters of a task's title in `WorldInfo`
 
 
@@ -119,7 +119,7 @@ class NotebookLink:
         self._stream.send(pack(messages.Hello(__version__, os.getpid(), socket.gethostname())))
 
     def send(self, message: messages.Up) -> None:
-        """Record a message and send it; without a notebook, acknowledge outputs in its place."""
+        """Record a message and send it; if there is no notebook, acknowledge outputs for it."""
         self._record.record_sent(message)
         self._supervision.report(message)
         if isinstance(message, messages.Outputs):
@@ -147,7 +147,7 @@ class NotebookLink:
     def _receive(self, message: messages.Down) -> None:
         match message:
             case messages.BatchAcknowledged():
-                # The first acknowledgements are for replayed batches, unknown to the outbox.
+                # The first acknowledgements are for replayed batches, which no outbox has sent.
                 if self._replayed_in_flight:
                     self._replayed_in_flight -= 1
                 else:

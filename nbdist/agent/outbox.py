@@ -46,9 +46,9 @@ JOINED_AT_MOST = 1 << 16  # characters; a text of this length is not extended by
 class Backlog:
     """The pending outputs of all ranks, in order within each rank.
 
-    If the text of a rank exceeds `max_text` characters, or the other outputs of all ranks together
-    exceed `max_other` characters, the oldest are dropped.  A `Skipped` in their place counts the
-    dropped text, displays, errors and messages of widgets.
+    If the text of a rank exceeds `max_text` characters, the oldest text is dropped.  If the other
+    outputs of all ranks together exceed `max_other` characters, the oldest of them are dropped.  A
+    `Skipped` in their place counts the dropped text, displays, errors and messages of widgets.
     """
 
     def __init__(self, max_text: int = TEXT_KEPT, max_other: int = SHOWN_KEPT) -> None:
@@ -69,7 +69,7 @@ class Backlog:
         """Append an output, then drop the oldest outputs if a limit is exceeded.
 
         An update of a display replaces a pending update of the same display.  A text is joined to
-        a text before it of the same cell and stream, unless that one is long.
+        the text before it if both are of the same cell and stream, unless the earlier text is long.
         """
         queue = self._queues[rank]
         if isinstance(output, DisplayUpdate):
@@ -101,7 +101,7 @@ class Backlog:
     def pop_batch(self, size: int) -> list[RankOutput]:
         """Remove and return the oldest outputs, rank by rank, until they have `size` characters.
 
-        The last output may exceed `size`, so the batch is only empty if the backlog is.
+        The last output may exceed `size`, so the batch is empty only if the backlog is empty.
         """
         batch: list[RankOutput] = []
         while self._queues and size > 0:
@@ -188,7 +188,7 @@ def _append(queue: list[tuple[str, Output]], cell_id: str, output: Output) -> No
 # --- sending ----------------------------------------------------------------------------------
 
 BATCH_SECONDS = 0.02  # seconds that an output waits, to be sent in one batch with others
-BATCHES_UNDER_WAY = 4  # unacknowledged batches; with so many, outputs wait in the backlog
+BATCHES_UNDER_WAY = 4  # unacknowledged batches; with this many, outputs wait in the backlog
 ENOUGH_IN_A_BATCH = 8 << 20  # characters; larger batches would delay the answer to Stop behind them
 
 
@@ -201,7 +201,7 @@ class Outbox:
     def __init__(self, send: Callable[[Outputs], None]) -> None:
         self._send = send
         self._backlog = Backlog()
-        self._running: dict[int, str] = {}  # by rank: the task that it runs
+        self._running: dict[int, str] = {}  # by rank: the task that the rank runs
         self._in_flight = 0
         self._must_trim = False
         self._timer: asyncio.TimerHandle | None = None
@@ -210,7 +210,7 @@ class Outbox:
         return f"<Outbox {len(self._backlog)} items, {self._in_flight} batches under way>"
 
     def mark_running(self, task_id: str, ranks: Iterable[int]) -> None:
-        """Record that `ranks` run a task; the `Done` of the last of them is sent immediately."""
+        """Record that `ranks` run a task; the `Done` of the last rank is sent immediately."""
         self._running.update(dict.fromkeys(ranks, task_id))
 
     def clear(self) -> None:
@@ -270,7 +270,10 @@ class Outbox:
 
 
 def deduplicated(items: Iterable[RankOutput]) -> tuple[RankOutput, ...]:
-    """Return the outputs; equal texts and equal display strings become one object, pickled once."""
+    """Return the outputs; equal texts, and equal strings of displays, become the same object.
+
+    So each of them is pickled only once.
+    """
     texts: dict[Text, Text] = {}
     values: dict[str, str] = {}
 

@@ -40,7 +40,7 @@ from nbdist.wire.spec import WorkerStart, WorldSpec
 from nbdist.words import word_exit
 
 LONGEST_EXIT, EXIT_STEP = 10.0, 0.05
-"""Seconds: the longest wait of `exit_within`, unless more are given, and its shortest step.
+"""Seconds: the longest wait of `exit_within`, unless its caller gives more, and its shortest step.
 
 The notebook waits longer than `LONGEST_EXIT` for its agent."""
 
@@ -63,9 +63,9 @@ class Children:
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
 
     def expect(self, pid: int, on_exit: OnExit) -> None:
-        """Call `on_exit` once with the exit code of this child, negative for a signal.
+        """Call `on_exit` when this child exits, with its exit code, which is negative for a signal.
 
-        When the child exits, its process group and programs that it has left behind are killed.
+        The child's process group, and programs that the child has left behind, are killed first.
         """
         self._expected[pid] = on_exit
         # The child may have exited before SIGCHLD had a handler.
@@ -321,8 +321,9 @@ class Forker:
     ) -> None:
         """Wait for the fork server's answer; kill the fork server if the answer takes too long.
 
-        The fork server is killed if the request `is_open` after `timeout` seconds, also if the
-        caller was cancelled before.  Raises ForkServerLost without an answer `EXIT_TIMEOUT` later.
+        The fork server is killed if `is_open` returns True after `timeout` seconds, also if the
+        caller was cancelled before.  Raises ForkServerLost if no answer has come `EXIT_TIMEOUT`
+        seconds later.
         """
         server = self._server
 

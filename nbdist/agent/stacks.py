@@ -145,10 +145,10 @@ def frames_of(calls: tuple[FrameInfo, ...], task: Task | None) -> list[StackFram
 
 
 def user_frames(frames: Iterable[StackFrame]) -> list[StackFrame]:
-    """Return the frames of the user's code, outermost first.
+    """Return the frames of the user's code, outermost first; `frames` begins with the innermost.
 
-    They begin with the outermost cell.  Without a cell they are the frames of all calls inside the
-    innermost call of `CELL_RUNNER_FILES`.
+    The first returned frame is the outermost cell.  If no frame is a cell, the returned frames are
+    those inside the innermost call of a function in one of the `CELL_RUNNER_FILES`.
     """
     outwards = list(frames)
     cells = [index for index, frame in enumerate(outwards) if frame.is_cell]
@@ -327,7 +327,11 @@ def line_at(table: bytes, first: int, unit: int) -> int:
 
 
 def _read_signed(entry: bytes) -> int:
-    """Return an entry's first number: 6 bits a byte, lowest first; the lowest bit is the sign."""
+    """Return the first number in `entry`, an entry of a line table without its first byte.
+
+    Each byte of the number has 6 of its bits, the lowest bits first.  The lowest bit of all is the
+    sign.
+    """
     value = 0
     for place, byte in enumerate(entry):
         value |= (byte & 63) << 6 * place

@@ -58,7 +58,7 @@ def find_stop_step(counts: Iterable[StepCount | None]) -> int:
 def can_wait(count: StepCount | None) -> bool:
     """Return True if a rank with this count lets other ranks go on to a common step; pure.
 
-    Either the rank has succeeded, or by its last interval its next step is due about now.
+    The rank has succeeded; or its next step is due about now, judged by its last interval.
     """
     if count is None or count.has_succeeded:
         return count is not None
@@ -69,10 +69,10 @@ def can_wait(count: StepCount | None) -> bool:
 async def collect_counts(
     requests: Mapping[K, Coroutine[Any, Any, StepCount | None]],
 ) -> dict[K, StepCount | None]:
-    """Wait for the counts of all ranks.
+    """Return the counts of all ranks, by the keys of `requests`.
 
-    Stop waiting as soon as a count shows that the ranks must be interrupted at once: then ranks
-    that have not answered get None.
+    The wait ends as soon as a count shows that the ranks must be interrupted at once; the count of
+    a rank that has not answered by then is None.
     """
     tasks = {key: asyncio.ensure_future(each) for key, each in requests.items()}
     waiting = {*tasks.values()}
@@ -106,7 +106,7 @@ class StepStops:
         self._spared: set[Worker] = set()  # pending ranks that must not be killed when interrupted
 
     def stop(self, ranks: Collection[Worker]) -> None:
-        """Stop ranks at a common step; at once on a second Stop, or if there is no such step."""
+        """Stop ranks at a common step, or at once if Stop is repeated or there is no such step."""
         busy = {rank: rank.task_id for rank in ranks if rank.task_id}
         if not busy or self._was_stopped(busy):
             self.interrupt(ranks)
@@ -142,9 +142,9 @@ class StepStops:
     async def hold(self, ranks: Iterable[Worker]) -> dict[int, StepCount | None]:
         """Hold ranks at the beginning of their next step; return their counts of steps by rank.
 
-        Ranks that have already finished the same task are included.  An idle rank has finished its
-        task while Stop was on its way.  The count is None if a rank did not answer, has died or
-        waits for input, or if its task has failed.
+        Ranks of this machine that have already finished the same task are included.  An idle rank
+        in `ranks` has finished its task while Stop was on its way.  The count is None if a rank did
+        not answer, has died, waits for input or stands at a breakpoint, or if its task has failed.
         """
         ranks = [*ranks]
         busy = {rank: rank.task_id for rank in ranks if rank.task_id}

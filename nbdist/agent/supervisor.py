@@ -74,8 +74,8 @@ class Supervisor:
         self._debugged: set[int] = set()  # ranks that stand at a breakpoint
         self._asking_since = now
         self._input_seconds = 0.0
-        # The latest time to stop a task that has timed out; None before the timeout.  The ranks are
-        # located before, so that the error can say where they were.
+        # The latest time to stop a task that has timed out; None before the timeout.  Before the
+        # stop the ranks are located, so that the error can say where they were.
         self._stop_at: float | None = None
         self._ended: set[int] = set()  # ranks that no abort wakes, and that are being ended
         self._detector = HangDetector(now, rules.hang_timeout)
@@ -100,7 +100,7 @@ class Supervisor:
     @property
     def unwakeable(self) -> tuple[int, ...]:
         """The ranks that still wait in a collective after several aborts; empty with nccl."""
-        # With nccl a rank that cannot abort answers so, and its agent kills it (`ask_or_kill`).
+        # With nccl a rank answers if it cannot abort, and its agent then kills it (`ask_or_kill`).
         if self._rules.runs_ahead:
             return ()
         return self._detector.unwakeable_ranks(sorted(self.unfinished))
@@ -173,8 +173,8 @@ class Supervisor:
     def next_steps(self, now: float) -> Iterator[Decision | str]:
         """Yield the steps that are necessary now: decisions, or LOCATE.
 
-        Yields nothing once all ranks have finished.  The caller must pass an abort to
-        `record_abort`, as the next call would yield it again.
+        Yields nothing once all ranks have finished.  The caller must report an abort to
+        `record_abort`; otherwise the next call yields the abort again.
         """
         if not self.unfinished:
             return

@@ -59,7 +59,7 @@ UNFIT = "this rank cannot take part in the group, so its process is restarted"
 COUNT_AFTER = 0.05
 """Seconds into a task until OOM kills are counted.
 
-A count takes 0.4 ms for each rank, by which short tasks are not to be delayed."""
+A count takes 0.4 ms for each rank, which would delay short tasks."""
 TOO_MUCH = re.compile(r"gloo/\S*pair\.cc:\d+\] op\.preamble\.length <= op\.nbytes")
 """The line that gloo writes when it aborts a rank that received more than its tensor holds."""
 
@@ -227,7 +227,7 @@ class Worker:
         self.output.emit(Text("stderr", text))
 
     def kill(self, why: str = "") -> None:
-        """Kill the worker and its child processes; `Died` follows, with the first `why` if any."""
+        """Kill the worker and its child processes; `Died` follows, with the first `why` given."""
         self.is_killed, self._kill_reason = True, self._kill_reason or why
         if self.process is not None:
             self.process.kill()
@@ -271,7 +271,7 @@ class Worker:
         self.rank = rank
 
     def set_world(self, world: WorldSpec) -> None:
-        """Record the rank and the world's present spec: its size or its slots may have changed."""
+        """Update `start_info`: the rank, and the world's spec, whose size or slots have changed."""
         self.start_info = replace(self.start_info, rank=self.rank, world=world)
 
     async def stop(self, grace: float) -> None:

@@ -32,10 +32,11 @@ log = logging.getLogger("nbdist.agent")
 PIPE_READ_SIZE = 1 << 18
 PIPE_SIZE = 1 << 18  # bytes a rank can write ahead of its agent; all pipes of a user share a quota
 MAX_LAST_LINES, MAX_LAST_LENGTH, MAX_LAST_LINE_LENGTH = 20, 4096, 400
-"""Limits of `last_lines`, of the characters of each text kept for them, and of `last_line`."""
+"""The most lines in `last_lines`, the most characters of a text that is kept for these lines, and
+the most characters of `last_line`."""
 
 LOST_AFTER = 5.0  # seconds after its mark until a message that has not arrived counts as lost
-MARK_READS = 16  # reads that empty even a full pipe, so a mark written before is found
+MARK_READS = 16  # the most reads in search of a mark: this many empty even a full pipe
 
 M = TypeVar("M")
 
@@ -316,15 +317,16 @@ RUNS_KEPT = 20  # the newest runs below nbdist's own log folder; older runs are 
 LONGEST_LOGGED = 1 << 20  # bytes by which a file may exceed its share to complete a line
 
 ATTEMPT_FOLDER = re.compile(r"attempt_\d+", re.ASCII)
-"""The name of the folder of a start of the workers, which holds its log files."""
+"""The name of a folder with the log files of one start of the workers."""
 
 
 class WorkerLog:
     """Appends to `stdout.log` and `stderr.log` of one rank, with about `limit` bytes for each.
 
-    Half of the bytes are in the file and half in the earlier file (`.1`); 0 is no limit.  Text is
-    written to the file at once, so `tail -f` shows it and it survives the death of any process.
-    After a failed write, there is one warning and no more log in this folder; tasks go on.
+    Half of the bytes are in the file and half in the earlier file (`.1`).  A `limit` of 0 means no
+    limit.  Text is written to the file at once, so `tail -f` shows it, and it is not lost if a
+    process dies.  After a failed write, there is one warning and no more log in this folder; tasks
+    go on.
     """
 
     def __init__(self, folder: Path | None, limit: int = 0) -> None:

@@ -30,7 +30,7 @@ Changing = messages.StartWorld | messages.StopWorld | messages.Heal | messages.S
 
 
 class WorldRecord:
-    """The state of a world, and the outputs of its tasks until a notebook has acknowledged all.
+    """The state of a world, and its tasks' outputs until a notebook has acknowledged all outputs.
 
     Tasks of different ranks can run side by side.  Outputs are only recorded if the world has the
     `detach` option.
@@ -43,8 +43,9 @@ class WorldRecord:
         self._count = 0  # how many tasks have begun since the world was started
         # By id: the tasks in progress, and others until their outputs are acknowledged.
         self._tasks: dict[str, _TaskRecord] = {}
-        self._other_outputs = Backlog()  # of ranks that had run none of `_tasks`
-        self._lent: dict[str, set[int]] = {}  # by task: ranks whose values no notebook has released
+        self._other_outputs = Backlog()  # outputs of ranks that have run none of `_tasks`
+        # By task id: the ranks whose returned shared memory no notebook has released yet.
+        self._lent: dict[str, set[int]] = {}
         self._last: _TaskRecord | None = None
         self._failed: _TaskRecord | None = None  # the last failed task other than `_last`
 
@@ -165,7 +166,7 @@ class WorldRecord:
         self._other_outputs = Backlog()
 
     def _record_output(self, rank: int, task_id: str, output: Output) -> None:
-        # An output outside of a task counts to the newest task of the rank, which it follows.
+        # An output outside of a task belongs to the newest task that the rank has run.
         tasks = [t for t in self._tasks.values() if rank in t.run.ranks and task_id in ("", t.id)]
         task = tasks[-1] if tasks else None
         if isinstance(output, Failure | Died) and (failed := task or self._last):
@@ -253,7 +254,7 @@ class WorldRecord:
         return [Outputs(tuple(batch)) for batch in batches if batch]
 
     def pop_unreleased_values(self) -> list[messages.ReleaseRankValues]:
-        """Return the messages by which workers release the values of finished tasks, each once.
+        """Return, only once, the messages that let workers release the values of finished tasks.
 
         Called when the notebook that was sent the values has ended.
         """
