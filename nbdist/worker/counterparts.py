@@ -594,7 +594,9 @@ def _merge_received(
     rank's own changes still count as changes. If a state is unknown or has no parts, return
     `after`.
     """
-    if before is None or earlier is None or after.parts is None or earlier.parts is None:
+    if before is None or earlier is None:
+        return after
+    if before.parts is None or after.parts is None or earlier.parts is None:
         return after
     return earlier.with_parts(after, after.changed_since(before) or ())
 

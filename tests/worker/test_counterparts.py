@@ -17,6 +17,7 @@ from nbdist.notebook.shipping import plan, push
 from nbdist.output.events import Done
 from nbdist.values.linked import NotThere, write
 from nbdist.values.payload import open_payload, pack_frames
+from nbdist.values.states import MAX_PARTS
 from nbdist.wire.ops import Inspected, Replaced
 from nbdist.worker import counterparts as module
 from nbdist.worker.counterparts import Counterparts, are_written
@@ -194,6 +195,18 @@ def test_an_update_keeps_the_ranks_own_changes(rank: Rank) -> None:
     assert rank.own.inspect({key: None}, ()).changed == {key: {"b"}}
     rank.send("cfg")
     assert there == {"a": "ours", "b": 2}
+    assert rank.own.inspect({key: None}, ()).changed == {}
+
+
+def test_a_push_replaces_a_state_without_parts(rank: Rank) -> None:
+    """After a push nothing counts as changed, even if the rank's object was too big for parts."""
+    cfg: dict[Any, Any] = {"a": 1, "b": 2}
+    rank.send(cfg=cfg)
+    (key,) = rank.sent()
+    rank.names["cfg"].update((number, number) for number in range(MAX_PARTS))
+    cfg["a"] = "ours"
+    rank.send("cfg")
+    assert rank.names["cfg"] == {"a": "ours", "b": 2}
     assert rank.own.inspect({key: None}, ()).changed == {}
 
 
