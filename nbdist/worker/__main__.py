@@ -35,8 +35,8 @@ def describe_torch() -> dict[str, Any]:
     """Import torch and return facts on its build and the GPUs, for `nbdist doctor`.
 
     `device` is the platform of the build, such as `CUDA 12.8` or `CPU`. `nccl` has nccl's version
-    and the name of its backend class; it is "" without nccl. `said` has the texts of the
-    UserWarnings that torch raised meanwhile.
+    and the name of its backend class, or is "" without nccl. `said` has the texts of the
+    UserWarnings that torch raised during its import.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

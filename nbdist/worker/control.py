@@ -50,7 +50,7 @@ again."""
 SPARE_THREADS = 5
 """How many threads must be able to start before the process group is formed again.
 
-A new gloo backend starts threads, another thread waits for the backend, and one is a spare.
+A new gloo backend starts threads, another thread waits for the backend, and one thread is spare.
 """
 
 
@@ -240,7 +240,7 @@ class ControlThread:
         if after.rank != before.rank:
             share_gpu(after)
         # torch has a number of threads for each thread that starts operations, so only the main
-        # thread can set its number. Its loop does so before it reads the next task.
+        # thread can set its own number. Its loop calls `change_threads` before the next task.
         self._loop.call_soon_threadsafe(change_threads, before.world.threads, world.threads)
 
 

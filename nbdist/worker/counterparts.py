@@ -1,7 +1,7 @@
-"""The counterparts of the notebook's objects on this rank: receives, changes and compares them.
+"""Receives, changes and compares the counterparts of the notebook's objects on this rank.
 
 Runs on the main thread of each worker. `Namespace` passes the values of a task to `Counterparts`.
-Ops ask it which objects the rank has changed since it received them.
+Ops ask `Counterparts` which objects the rank has changed since it received them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAX_SEARCH_SECONDS = 0.1
 PAGES_FROM_BYTES = 4 << 20
 """Memory of this size or more is first checked by `are_written`.
 
-Comparing the contents of so much memory takes longer than this check.
+Comparing the contents of that much memory takes longer than this check.
 """
 
 
@@ -128,7 +128,8 @@ class Counterparts:
     def accept_lent(self, arrived: ReceivedMessage) -> None:
         """Accept the arguments of a call, as `accept` does.
 
-        Their new objects should end with the call, which `pop_ended_keys` tries to achieve.
+        Objects that are new in these arguments should be freed after the call. `pop_ended_keys`
+        therefore collects reference cycles that keep them alive.
         """
         self.accept(arrived)
         self._lent_keys += [key for key, _, _ in arrived.objects]
@@ -136,7 +137,7 @@ class Counterparts:
     def bind_sent(self, values: Mapping[str, Any]) -> None:
         """Bind variables to values that the notebook has sent, and record the values.
 
-        By the record `is_changed` knows later whether the rank has bound another value.
+        Later `is_changed` compares the variables with this record.
         """
         for name, value in values.items():
             if (old := self._names.get(name)) is not value:
@@ -193,7 +194,7 @@ class Counterparts:
     def _write_block(self, key: int, contents: Any) -> None:
         """Write new contents into the memory that has this key, unless that memory has ended."""
         root = self._find(key)
-        # If the tensors have other memory by now, each tensor's own update copies the data.
+        # No tensor has this memory any more, so each tensor's own update copies the data.
         if root is None:
             return
         new = np.frombuffer(contents, np.uint8)
@@ -293,8 +294,8 @@ class Counterparts:
     def pop_lost_keys(self) -> tuple[int, ...]:
         """Return the keys of memory and containers that this rank had changed and that have ended.
 
-        Each key is returned once. A tensor's memory is missing if one task both changed it and
-        dropped the tensor: the version of a tensor that has ended cannot be read.
+        Each key is returned once. The key of a tensor's memory is missing if one task both changed
+        the memory and dropped the tensor, because the version of a freed tensor cannot be read.
         """
         lost, self._lost_keys = self._lost_keys, []
         return tuple(lost)
@@ -477,7 +478,8 @@ class Counterparts:
         """Give objects that came from a rank or a file the keys that they had there.
 
         `substitutes` has, by the id of a new object, the old object of this rank that was made
-        equal to it. Then the old object gets the key. Return all keys, also of the tensors' memory.
+        equal to it. Then the old object gets the key. Return the keys of the objects, and of the
+        memory of tensors.
         """
         keys = []
         for each in keyed:

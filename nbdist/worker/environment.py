@@ -370,7 +370,7 @@ class OwnModules(MetaPathFinder):
             is_library = PACKAGES.match(file) or file.startswith(NBDIST_PREFIX)
             if file.endswith(".py") and not is_library:
                 modified_ns = _modified_ns(file)
-                # A later time means that the task has edited the file after importing it.
+                # A file with a later time was changed after its import had begun.
                 is_as_imported = modified_ns <= began_ns + CLOCKS
                 digest = _digest_of(file) if is_as_imported else b""
                 imported = modified_ns if is_as_imported else began_ns

@@ -45,7 +45,7 @@ WRITTEN: dict[Callable[..., Any], str] = {
 
 _PARAMETERS = {inspect.unwrap(each).__code__: name for each, name in WRITTEN.items()}
 
-MAX_SEARCHED_PARTS = 100_000  # objects in a variable that are searched at most
+MAX_SEARCHED_PARTS = 100_000  # the most objects in a variable that are searched
 
 AddressRange = tuple[int, int]
 """The first address of a piece of memory, and the first address after it."""

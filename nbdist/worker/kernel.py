@@ -118,7 +118,7 @@ class WorkerKernel(IPythonKernel):
                 error, value = await self._perform(task.work, context)
                 done = self._with_names(task, context, done)
                 done = self._with_result(task, context, error, value, done)
-            except Exception as problem:  # noqa: BLE001 (whatever it was, the notebook waits for the end)
+            except Exception as problem:  # noqa: BLE001 (the notebook waits for an outcome in any case)
                 done, error = replace(done, failure=failure_of(problem)), problem
             interrupts.end()
         except KeyboardInterrupt:  # Stop outside of the cell's code, such as in `_prepare`
@@ -295,7 +295,7 @@ class WorkerKernel(IPythonKernel):
                 self.shell_handlers[comm.kind](None, None, message)
             finally:
                 signal.signal(signal.SIGINT, before)
-        # Again, because a SIGINT may have come before the line in `finally` was run.
+        # Do this again, because a SIGINT may have come before the line in `finally` was run.
         signal.signal(signal.SIGINT, before)
         flush_streams()
 

@@ -180,8 +180,8 @@ def exit_with(reason: str, code: int = 1) -> None:
 
 # --- tasks from the agent, done in turn on the main thread ----------------------------------------
 
-LOOK_EVERY_MS = 200  # after which a waiting thread checks whether another thread has read its reply
-CATCH_UP_SECONDS = 60.0  # the longest wait until the agent has read all output: it may be paused
+LOOK_EVERY_MS = 200  # between a thread's checks whether another thread has read its reply
+CATCH_UP_SECONDS = 60.0  # the longest wait for the agent, which may be paused, to read all output
 INPUT_IN_CHILD = (
     "a process forked by the rank cannot read input: use `num_workers=0` for a `DataLoader`"
 )

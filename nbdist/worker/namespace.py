@@ -1,4 +1,4 @@
-"""The variables of a worker, in its `__main__`: receives, compares and packs them.
+"""Receives, compares and packs the variables of a worker, the names of its `__main__`.
 
 The kernel and the ops use this module in each worker, mostly on the main thread. `find_op` finds
 the function of an op by its name.
@@ -175,7 +175,7 @@ class Namespace:
             ) from error
 
     def open(self, payload: Payload) -> Any:
-        """Unpickle the value of a payload; VariableError if the value cannot be rebuilt."""
+        """Unpickle the value of a payload; raise VariableError if the value cannot be rebuilt."""
         try:
             return unpickle(open_payload(payload), self._names)
         except Exception as error:  # a user's class can raise anything while it is rebuilt
@@ -342,7 +342,7 @@ class Namespace:
     def frames_of(self, value: Any) -> list[Buffer]:
         """Pickle a value for the notebook, and return the pickle's frames, which are bytes.
 
-        Raises what pickling raises.
+        Raises the exception that ended the pickling, if it fails.
         """
         return frames_of(value, self._names, ReturnReducer().reduce)
 
@@ -425,7 +425,7 @@ class Namespace:
         return steps.made
 
 
-@lru_cache(maxsize=1 << 16)  # called twice a cell for every name
+@lru_cache(maxsize=1 << 16)  # because it is called twice in each cell for every name
 def _is_system_name(name: str) -> bool:
     return SYSTEM_NAMES.fullmatch(name) is not None
 

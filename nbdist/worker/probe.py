@@ -52,7 +52,7 @@ IN_LIBRARY = re.compile("|".join(LIBRARIES))
 # The option for getsockopt, and the struct that it fills (tcp_info in linux/tcp.h), with the fields
 # `tcpi_retransmits`, `tcpi_unacked`, `tcpi_bytes_acked` and `tcpi_bytes_received`.
 TCP_INFO, TCP_INFO_FIELDS = 11, struct.Struct("=2xB21xI92xQQ")
-# A connection counts as stalled after so many retransmissions in vain. TCP makes these after 0.2,
+# A connection counts as stalled after this many retransmissions in vain. TCP makes them after 0.2,
 # 0.6 and 1.4 s.
 STALLED = 3
 
@@ -121,7 +121,7 @@ class Probe:
         return max(collectives, key=lambda each: each.began_ns, default=None)
 
     def start_over(self) -> None:
-        """Forget the collectives that backends have begun: the groups are being rebuilt."""
+        """Forget the collectives that backends have begun, because the groups are being rebuilt."""
         self._recording.start_over()
         self._nccl.start_over()
 
@@ -139,7 +139,7 @@ class Probe:
     def waits_for_nccl(self) -> bool:
         """Whether user code runs and depends on a collective of nccl.
 
-        The code calls the collective, or the collective has begun and not ended, or has failed.
+        The code is calling a collective, or a collective has begun and not ended, or has failed.
         """
         if not self.uses_nccl or self._group is None:
             return False
@@ -288,7 +288,7 @@ def _is_running_gloo_thread(tid: str) -> bool:
 
 RUNS_CELLS = "run_cell_async"  # the coroutine of IPython that awaits the coroutine of a cell
 T = TypeVar("T")
-_open: list[IO[bytes]] = []  # keeps the file for faulthandler open, which has only its descriptor
+_open: list[IO[bytes]] = []  # keeps the file of `write_stacks_to` open: faulthandler does not
 
 
 def call_without_gc(get: Callable[[], T]) -> T:
@@ -374,7 +374,7 @@ def write_stacks_to(path: str) -> None:
     line is empty for an unknown version of Python. If the process crashes, faulthandler writes the
     stack to the file.
     """
-    file = open(path, "ab", buffering=0)  # noqa: SIM115 (for as long as the process lives)
+    file = open(path, "ab", buffering=0)  # noqa: SIM115 (it stays open until the process exits)
     _open.append(file)
     layout = call_layout()
     file.write(layout.line() if layout is not None else b"\n")

@@ -169,8 +169,8 @@ def system_call() -> list[bytes]:
 
     Returns [b"running"] if the thread does not wait, and [] if the file cannot be read.
     """
-    # The pid is the main thread's number. `native_id` is not, in Python 3.11: a forked process
-    # inherits its parent's.
+    # The pid is the main thread's number. In Python 3.11 `native_id` is not: a forked process
+    # inherits the `native_id` of its parent.
     with suppress(OSError), open(f"/proc/self/task/{os.getpid()}/syscall", mode="rb") as file:
         return file.read().split()
     return []
@@ -319,7 +319,7 @@ def write_mark(token: str, value: Mark) -> None:
 def flush_streams() -> None:
     """Flush Python's and C's stdout and stderr, and restore those that a cell has removed."""
     for name, stream in _own_streams.items():
-        if getattr(sys, name) is None:  # set to None by a cell: no further cell could run
+        if getattr(sys, name) is None:  # a cell has removed it, and no further cell could run
             setattr(sys, name, stream)
         with suppress(Exception):
             getattr(sys, name).flush()
@@ -335,7 +335,7 @@ def flush_streams() -> None:
 
 
 def flush_c_streams() -> None:
-    """Write out the text that libc has buffered for all its streams, 4 KiB or less for a pipe."""
+    """Write out the text that libc has buffered for its streams, up to 4 KiB for a pipe."""
     _libc.fflush(None)
 
 

@@ -52,7 +52,7 @@ ORDERED = {
 MAX_DISPLAY_LENGTH = 10_000_000  # characters of a display in one mime type; more goes to a file
 
 MAX_TASK_DISPLAYS = 30_000_000
-"""Once a task has displayed so many characters, displays beyond `SMALL_DISPLAY` go to files."""
+"""Once a task has displayed this many characters, displays beyond `SMALL_DISPLAY` go to files."""
 
 SMALL_DISPLAY = 1_000_000  # characters of a display in a mime type
 
@@ -60,12 +60,12 @@ LONGEST_ERROR = 1 << 17
 """The most characters that are sent of an error's message, and of each part of its traceback."""
 
 MAX_BYTES_AHEAD = 2 << 20
-"""After sending so many bytes of messages, a rank waits until its agent has read them."""
+"""After sending this many bytes of messages, a rank waits until its agent has read them."""
 
 OF_MESSAGE = 4 << 10
 """Bytes that count for each message in addition to its size: small messages take time, too."""
 
-MAX_FILES_LENGTH = 200_000_000  # characters that a rank may write to such files in all
+MAX_FILES_LENGTH = 200_000_000  # characters that a rank may write to files of large outputs, in all
 
 
 class LargeOutputs:
@@ -83,7 +83,7 @@ class LargeOutputs:
         """Characters that the task may still display before `SMALL_DISPLAY` limits each display."""
 
     def limit_content(self, kind: str, content: Any) -> Any:
-        """Return the content of a message of this kind, or a copy with a note for large data.
+        """Return the content of a message of this kind, or a copy with notes instead of large data.
 
         Content of the wrong type is returned as it is, because user code can publish anything.
         """
@@ -172,8 +172,8 @@ def _shorten(text: str) -> str:
 class MarkingSession(Session):
     """A session that marks the place of each message of a type in `ORDERED`.
 
-    It writes a mark with a number to stdout, and puts the number in the message. The agent gets
-    text and messages by two connections, and puts them in order by the marks.
+    The session writes a mark with a number to stdout, and puts the number in the message. The agent
+    gets text and messages by two connections, and puts them in order by the marks.
     """
 
     token = ""
@@ -321,7 +321,8 @@ class Records:
     def relay(self, record: logging.LogRecord) -> None:
         """Send a record to the notebook, unless its level is too low or its logger is `own_logger`.
 
-        After `MAX_LOG_RECORDS` records of a task, only count. A forked child sends no records.
+        After `MAX_LOG_RECORDS` records of a task, further records are only counted. A forked child
+        sends no records.
         """
         level = self._level
         if level is None or record.levelno < level or record.name == self._own_logger:

@@ -148,7 +148,7 @@ CLEANED = "is gone: `%dist_memory --free` released it"
 class KeptValues:
     """Keeps the packed last values of cells if they are big, by the id of the cell's task.
 
-    In place of a value that is not available, it keeps the reason.
+    For a value that is not available, the reason is kept.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
 """The shell of a rank: IPython's shell, with the changes that a worker needs.
 
 The changes are to events, `exit`, warnings and tracebacks. `nbdist.worker.kernel` makes the shell,
-which runs cells on the main thread. The ops that run scripts and functions show exceptions by it.
+which runs cells on the main thread. The ops that run scripts and functions use the shell to show
+exceptions.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from nbdist.wire.control import StepCount
 from nbdist.worker.compat.torch import STEP_CODE
 
 MAX_HOLD_SECONDS = 3.0
-"""After so many seconds a held rank goes on by itself.
+"""After this many seconds a held rank goes on by itself.
 
 Agents need less time to agree on the step at which they stop the ranks.
 """
@@ -49,8 +49,8 @@ class StepCounter:
         self._lock = threading.Lock()
         self._deferral: threading.Timer | None = None
         self._succeeded_task = ""  # the id of the last task, once it has ended without an error
-        # Called first at each SIGINT.  The signal's handler has to stay `handle_sigint` itself: by
-        # another handler the agent would know that user code handles SIGINT (`has_taken_sigint`).
+        # Called first at each SIGINT.  The signal's handler has to stay `handle_sigint` itself,
+        # because `has_taken_sigint` takes any other handler for a handler of user code.
         self.on_sigint: Callable[[], object] = lambda: None
         self.begin_task("")
 
@@ -81,7 +81,7 @@ class StepCounter:
             self._watch_dropped()
 
     def end_task(self, *, has_succeeded: bool = False) -> None:
-        """End holding the task and deferring SIGINT; the counts stay until the next task begins."""
+        """No longer hold the task or defer SIGINT; the counts stay until the next task begins."""
         self._succeeded_task = self._task_id if has_succeeded else ""
         self._task_id, self._is_held = "", False
         self._drop_deferral()
@@ -127,7 +127,7 @@ class StepCounter:
             raise KeyboardInterrupt
 
     def _wait_for_stop_step(self) -> None:
-        """Wait until `stop_at` sets a step, or `release` ends the wait, or it takes too long.
+        """Wait until `stop_at` sets a step, or `release` ends the wait, or the wait takes too long.
 
         Raise KeyboardInterrupt if this step is the step to stop at.
         """
@@ -177,7 +177,7 @@ class StepCounter:
         self.dropped_interrupts += issubclass(dropped.exc_type, KeyboardInterrupt)
         try:
             show(dropped)
-        except KeyboardInterrupt:  # of a SIGINT in `show`: Python would drop it, too
+        except KeyboardInterrupt:  # raised by SIGINT during `show`; Python would drop it, too
             self.dropped_interrupts += 1
 
     def _must_defer(self, frame: FrameType | None) -> bool:

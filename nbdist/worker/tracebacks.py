@@ -94,7 +94,7 @@ def classes_of(kind: type[BaseException]) -> tuple[str, ...]:
 
 
 def short_traceback(tb: TracebackType | None) -> list[str]:
-    """Return a traceback as a line for each call; for a call in a cell with the line's code.
+    """Return a traceback as a line for each call; lines for calls in a cell have the cell's code.
 
     Calls of nbdist and of debuggers are left out. Recursive calls are folded into one line.
     """
@@ -129,7 +129,7 @@ def short_traceback(tb: TracebackType | None) -> list[str]:
 # --- recursion: calls that repeat earlier calls -----------------------------------------------
 
 LONGEST_CYCLE, MIN_REPEATS = 8, 4
-"""Up to `LONGEST_CYCLE` calls are folded if they repeat at least `MIN_REPEATS` times."""
+"""Up to `LONGEST_CYCLE` calls in a row are folded if they repeat `MIN_REPEATS` times or more."""
 
 FOLDED = re.compile(r"<(… [\d,]+ calls of the same (?:line|\d lines))>")
 """Matches the file name of a stand-in call, which `without_recursion` puts in for folded calls."""

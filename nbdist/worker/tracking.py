@@ -139,7 +139,7 @@ os.register_at_fork(after_in_child=lambda: connect(None))
 
 
 def _to_number(name: str, value: Any) -> Any:
-    """Return a value as a float, or a tensor's copy on its GPU; TypeError if it is no number."""
+    """Return a value as a float, or a GPU tensor's copy; raise TypeError if it is no number."""
     # `full_tensor` is a collective, which the ranks would call at different times.
     if hasattr(value, "full_tensor"):
         raise TypeError(f"track({name}=...): a DTensor; track its `.full_tensor()`")
