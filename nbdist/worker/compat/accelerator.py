@@ -24,7 +24,7 @@ def graph() -> type:
 
 
 def use(device: torch.device) -> None:
-    """Make the device this process's current one; RuntimeError if torch cannot use it."""
+    """Make the device this process's current one; raise RuntimeError if torch cannot use it."""
     torch.accelerator.set_device_index(device)
 
 
@@ -54,7 +54,8 @@ def nccl_version() -> tuple[int, ...]:
 def names() -> list[str]:
     """Return the names of all accelerators that torch can use.
 
-    Meanwhile torch warns of accelerators that it cannot use or does not fully support.
+    torch warns, while it looks for them, of accelerators that it cannot use or does not fully
+    support.
     """
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind is None:

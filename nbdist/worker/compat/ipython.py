@@ -125,7 +125,7 @@ class CellCompiler(XCachingCompiler):
     cell = CellCode()
 
     def get_code_name(self, raw_code: str, code: str, number: int) -> str:
-        """Return the file name of a text: that of the running task's cell, or ipykernel's."""
+        """Return the file name for code: the name of the task's cell, or else ipykernel's name."""
         if self.cell.file and raw_code == self.cell.text:
             return self.cell.file
         name: str = super().get_code_name(raw_code, code, number)
@@ -254,7 +254,8 @@ def is_statement(frame: FrameType) -> bool:
 class Debugger(InterruptiblePdb):
     """IPython's debugger, changed for workers.
 
-    It shows only the user's calls and steps only through these. Stop ends debugging and the cell.
+    The debugger shows only the user's calls, and steps only through them. Stop ends debugging and
+    the cell.
     """
 
     was_used = False
@@ -385,7 +386,7 @@ def post_mortem(error: BaseException) -> None:
     session = Debugger()
     session.reset()
     # A debugger that gets the exception can also show its causes, by the command `exceptions`.
-    # IPython's can from 8.15 on, and pdb from Python 3.13 on.
+    # IPython's debugger has this command from 8.15 on, and pdb from Python 3.13 on.
     knows_chains = getattr(debugger, "CHAIN_EXCEPTIONS", False) or sys.version_info >= (3, 13)
     session.interaction(None, error if knows_chains else error.__traceback__)
 

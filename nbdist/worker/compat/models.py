@@ -42,8 +42,8 @@ def renew_reducer(model: Any, group: ProcessGroup) -> None:
     """Give a DDP module a new reducer, which reduces gradients in this group."""
     model.process_group = group
     if model.device_ids:
-        # Set the number of this rank's GPU: a model that was copied from another rank has that of
-        # the other rank's GPU.
+        # Set the number of this rank's GPU. A model that was copied from another rank still has the
+        # number of the other rank's GPU.
         model.device = next(model.parameters()).device
         model.device_ids, model.output_device = [model.device.index], model.device.index
     state = model.__getstate__()

@@ -42,9 +42,9 @@ FIRST_TYPE, LAST_TYPE = 20, 255
 ten."""
 
 MAX_GENERATIONS = LAST_TYPE - FIRST_TYPE
-"""How often a group can be formed, with the first time, if each time needs a type of backend.
+"""How often a group can be formed, counting the first time, if each time uses up a backend type.
 
-With `nccl.Legacy` each time needs two types, so a group can be formed half as often.
+With `nccl.Legacy` each time uses up two types, so a group can be formed half as often.
 """
 
 OPERATIONS = (
@@ -200,7 +200,7 @@ def name_groups(choose: Callable[[str, Sequence[int], bool], str]) -> None:
 
 
 def gloo_of(group: ProcessGroup) -> Any:
-    """Return the group's gloo backend; None if it has none."""
+    """Return the group's gloo backend; None if the group has none."""
     for device in group._device_types:
         backend = group._get_backend(device)
         if backend.name() == "gloo":
@@ -297,7 +297,7 @@ def prepare_gloo(backend: Any, group: ProcessGroup, members: Sequence[int]) -> N
 def comparing_backend(backend: Any, helper: Any) -> Any:
     """Return a wrapper around a backend, as torch makes it at debug level DETAIL.
 
-    Before each collective the wrapper compares it between the ranks, by the backend `helper`.
+    Before each collective the wrapper compares the ranks' calls, by the backend `helper`.
     """
     return c10d._ProcessGroupWrapper(backend, helper)
 
@@ -319,7 +319,7 @@ def read_debug_level() -> None:
 
 
 def compares() -> bool:
-    """Return True at debug level DETAIL: the ranks compare each collective before it runs."""
+    """Return True at debug level DETAIL, at which ranks compare each collective before it runs."""
     return bool(c10d.get_debug_level() == c10d.DebugLevel.DETAIL)
 
 

@@ -126,7 +126,7 @@ class DefaultGroup:
 
     def pop_groups(self) -> list[ProcessGroup]:
         """Destroy all groups in torch's tables; return these groups and the world's group."""
-        # Without a default group, user code has destroyed it, or an attempt to form it has failed.
+        # If there is no default group, user code has destroyed it, or an attempt to form it failed.
         if not dist.is_initialized():
             return [self.group]
         assert dist.group.WORLD is not None

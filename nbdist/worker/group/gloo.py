@@ -6,8 +6,8 @@ down, each waiting rank gets an error within milliseconds. So all backends share
 of gloo, which listens on one port: by this port nbdist recognises the connections that gloo has
 accepted.
 
-From torch 2.14 on, a backend can be connected again after an abort. This was done 260 times in a
-row (torch 2.15, two ranks), and left no further thread or descriptor.
+From torch 2.14 on, a backend can be connected again after an abort. In a test, 260 such connections
+in a row (torch 2.15, two ranks) left no further thread or descriptor.
 
 A wait for a message from any rank belongs to no connection. So importing this file replaces
 `Work.wait` by `wait`, which keeps a list of all waits and measures their time.
@@ -50,7 +50,7 @@ GLOO_RENEWAL_TIMEOUT = 5.0
 gloo can take five times as long as it is told, which is still less than agents wait.
 """
 
-GLOO_THREADS = 2  # of a backend, as in torch: with 1 a small all_reduce takes 1.7 times as long
+GLOO_THREADS = 2  # for each backend, as in torch; with 1 a small all_reduce takes 1.7 times as long
 
 CONNECTION_CLOSED = re.compile(
     r"gloo/\S+\] .*(Connection (closed|reset) by peer|Broken pipe)"
@@ -62,7 +62,7 @@ LACKS = re.compile(
     "out of memory|bad_alloc|"
     + "|".join(map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM)))
 )
-"""Matches messages of C code and Python that this process has reached a limit of its own."""
+"""Matches messages of C code and Python which say that this process has reached its own limit."""
 
 NO_THREAD = re.compile(f"can't start new thread|{os.strerror(errno.EAGAIN)}")
 
@@ -70,20 +70,20 @@ TIMED_OUT = re.compile(
     r"gloo/transport/.* Timed out waiting|timeout caused pair closure"
     r"|gloo/\S+\] .*(Connection timed out|No route to host|Network is unreachable)"
 )
-"""Matches messages of gloo that a collective took too long, or that TCP gave a connection up.
+"""Matches messages of gloo: a collective took too long, or TCP has given a connection up.
 
 In both cases gloo closes its connections.
 """
 
 RECEIVE_ABORTED = "Connection closed by peer: it waited for a message and was released"
 _OF_GLOO = (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
-_SOURCE_FOLDER = re.compile(r"/\S*/gloo/")  # a path in gloo's messages, from where gloo was built
+_SOURCE_FOLDER = re.compile(r"/\S*/gloo/")  # gloo's messages name the folder where gloo was built
 
 
 def connections_after(message: str) -> ConnectionLoss:
-    """Return how connections to other ranks have ended, by an error message.
+    """Return how connections to other ranks have ended, as an error message tells it.
 
-    Return "ended", "timed out", or "" if the message is about something else.
+    The result is "ended" or "timed out", or "" if the message is about something else.
     """
     if CONNECTION_CLOSED.search(message):
         return "ended"
@@ -122,8 +122,8 @@ class Gloo:
         # The meeting in which the next new backend connects. None if user code makes the backend,
         # which then connects in the store that it is given.
         self.next_meeting: Meeting | None = None
-        # A renewable backend keeps its store. So all get this store, which `leading_to` directs to
-        # another meeting each time that a backend connects.
+        # A renewable backend keeps its store. So all backends get this store, which `leading_to`
+        # directs to another meeting each time that a backend connects.
         self.store = AbortableStore(Meeting(None))
         # A lazy device connects ranks only in the first collective, when the store no longer leads
         # to the backend's meeting. So its backends cannot be renewed.
@@ -140,7 +140,7 @@ class Gloo:
         return ProcessGroupGloo(meeting.store, rank, size, timeout)
 
     def renew(self, backend: Any, meeting: Meeting, rank: int, size: int) -> None:
-        """Connect a renewable backend again; RuntimeError if the other ranks do not come."""
+        """Connect a renewable backend again; raise RuntimeError if the other ranks do not come."""
         seconds = meeting.timeout if meeting.cancel_path is None else GLOO_RENEWAL_TIMEOUT
         timeout = timedelta(seconds=seconds)
         with self.store.leading_to(meeting), self._recording_opened():
@@ -178,7 +178,7 @@ class Gloo:
         self.renew(backend, meeting, rank, size)
 
     def _connect(self, connect: Callable[[Any], None], meeting: Meeting) -> None:
-        """Connect a backend; ConnectionResetError if the meeting is called off meanwhile."""
+        """Connect a backend; raise ConnectionResetError if the meeting is called off meanwhile."""
         # A meeting that can be called off needs a thread: gloo itself goes on waiting for a rank
         # that has written its address and failed afterwards.
         with self._recording_opened():
@@ -194,7 +194,8 @@ class Gloo:
     def _recording_opened(self) -> Iterator[None]:
         """Record the connections that gloo opens within this context, for `connections`.
 
-        All internet sockets that appear meanwhile count as gloo's, so the context should be short.
+        Each internet connection that appears meanwhile counts as opened by gloo, except for
+        connections at gloo's own port, which gloo has accepted. So the context should be short.
         """
         before = {*sockets()}
         self._opened &= {inode for _, inode in before}
@@ -237,7 +238,7 @@ class Gloo:
         os.close(nothing)
 
     def connections(self) -> Iterator[socket.socket]:
-        """Yield the connections that gloo has accepted or opened; each is valid until the next.
+        """Yield gloo's connections, accepted or opened; each is closed when the next is requested.
 
         `abort` shuts down both kinds, and does not leave one kind to the rank at the other end: a
         thread of that rank may hold the GIL, or its machine may be lost.

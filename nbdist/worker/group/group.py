@@ -130,7 +130,8 @@ class Group:
     def count_beyond(self, ranks: Collection[int]) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Return by name the groups that have members outside of `ranks`; {} for all ranks.
 
-        The values are how many collectives this rank has begun in the group, and these members.
+        Each value is the number of collectives that this rank has begun in the group, and the
+        group's members outside of `ranks`.
         """
         if len(ranks) == self.size:
             return {}
@@ -219,8 +220,8 @@ class Group:
             # mesh of the earlier size would find this group.
             self._default.name_after(f"sized{start.sized_in}")
         is_first = start.generation == 1
-        # Let the backend meet here, and not in the store that torch passes to it: torch's store
-        # adds prefixes to keys, and survivors use keys without prefixes.
+        # Let the backend connect in `meeting`, and not in the store that torch passes to it, which
+        # adds prefixes to keys: survivors use keys without prefixes.
         self._gloo.next_meeting = meeting
         try:
             # In later generations make the group without torch's wrapper that compares collectives:
@@ -232,7 +233,7 @@ class Group:
             self._gloo.next_meeting = None
         backend = None if is_first or not seam.compares() else seam.gloo_of(self._default.group)
         if backend is not None:
-            # At debug level DETAIL a backend must compare collectives, which torch's does not yet.
+            # At debug level DETAIL a backend must compare collectives, so put it into a wrapper.
             comparing = self._comparing(backend, self._world, start.generation)
             seam.replace_gloo(self._default.group, comparing, start.generation)
         self._connect_own_nccl(start.generation)

@@ -60,8 +60,8 @@ class Nccl:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # An nccl2 backend keeps its store. So all get this store, which `leading_to` directs to
-        # another meeting each time that a backend connects.
+        # An nccl2 backend keeps its store. So all backends get this store, which `leading_to`
+        # directs to another meeting each time that a backend connects.
         self.store = _Claimed(Meeting(None))
         self._connects_later = False
         self._aborting = threading.Lock()
@@ -175,9 +175,9 @@ def _progress_of(adapter: seam.Adapter) -> Callable[[], bool]:
 
 
 class _Claimed(AbortableStore):
-    """A store with a `compare_set` for nccl2, also if the store itself has none, as that of etcd.
+    """Has a `compare_set` for nccl2, even if the meeting's store has none, as the store of etcd.
 
-    This `compare_set` is not atomic. That is enough, because only rank 0 calls it, once for each
+    This `compare_set` is not atomic. It need not be, because only rank 0 calls it, once for each
     number that a group claims.
     """
 
@@ -303,9 +303,9 @@ class Counts:
 class Recording:
     """Reads from Flight Recorder the collectives of gloo since the groups were last formed.
 
-    torch first counts a collective and then records it, and may wait for the GIL in between.
-    Meanwhile the record lacks the newest collective. So results are kept for later calls only if
-    all counted collectives have ended.
+    torch counts a collective before it records the collective, and may wait for the GIL in between.
+    So a result can lack the newest collective although the counts include it. A result is kept for
+    later calls with the same counts only if all counted collectives have ended.
     """
 
     def __init__(self) -> None:

@@ -73,11 +73,11 @@ def run_with_timeout(
     check_abort: LookOver = lambda: None,
     may_extend: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Call `connect`, which may wait in C++, in a thread; DistBackendError if it takes too long.
+    """Call `connect`, which may wait in C++, in a thread of its own, and wait until it returns.
 
-    When `timeout` seconds have passed and `may_extend` returns True, the call gets as many seconds
-    more. An exception of `check_abort` ends the wait, too. If the wait ends early, the thread goes
-    on running. `what` names the call in messages.
+    Raises DistBackendError after `timeout` seconds. But if `may_extend` returns True then, the call
+    gets `timeout` seconds more. An exception of `check_abort` ends the wait, too. If the wait ends
+    early, the thread goes on running. `what` names the call in messages.
     """
     done: Future[None] = Future()
 
@@ -209,7 +209,7 @@ class AbortableStore(_PythonStore):
             while isinstance(inner, PrefixStore):
                 inner = inner.underlying_store
             # Do not poll an AbortableStore that leads to an AgentStore: it waits in its own way,
-            # and its waits are aborted together with these.
+            # and its waits are aborted together with the waits of this store.
             if not (isinstance(inner, AbortableStore) and inner.has_extended_api()):
                 self._poll(keys, allowed)
             elif not values:
@@ -233,7 +233,7 @@ class AbortableStore(_PythonStore):
             step = min(1.5 * step, LONGEST_STEP)
 
     def check_abort(self) -> None:
-        """Raise ConnectionResetError if the store was aborted, or the meeting called off."""
+        """Raise ConnectionResetError if the store was aborted, or its `Meeting` called off."""
         path = self.meeting.cancel_path
         # Do not raise RuntimeError: after some of these torch would wait again.
         if self._aborted.is_set() or (path is not None and path.exists()):
@@ -265,10 +265,10 @@ STORE_IN_CHILD = "a process forked by the rank cannot use the world's store"
 
 
 class StoreConnections:
-    """Connections to the agent's socket for the store; threads that ask at once use different ones.
+    """Connections to the agent's socket for the store; threads that ask at once use separate ones.
 
-    If the agent is lost, each call of `ask` raises ConnectionError. `silence` is how many seconds
-    the agent waits for a silent head, while it cannot answer.
+    If the agent is lost, each call of `ask` raises ConnectionError. `silence` is the number of
+    seconds for which the agent waits for a silent head. During this time the agent cannot answer.
     """
 
     # Do not use a lock: if another thread held the lock while the process was forked, nobody would
@@ -284,9 +284,10 @@ class StoreConnections:
         return f"<StoreConnections to {self._path}, {len(self._idle)} free>"
 
     def ask(self, operation: wire.Operation, check_abort: LookOver = lambda: None) -> Any:
-        """Send an operation to the agent, and return the answer; ValueError if the agent refuses.
+        """Send an operation to the agent, and return the answer.
 
-        An exception of `check_abort` ends the wait.
+        Raises ValueError if the agent refuses the operation. An exception of `check_abort` ends the
+        wait.
         """
         if os.getpid() != self._pid:
             raise ConnectionError(STORE_IN_CHILD)
@@ -427,10 +428,10 @@ def _as_bytes(value: str | bytes) -> bytes:
 # --- the store of torch's own rendezvous, with `--rdzv-backend` -----------------------------------
 
 # torch's registry makes the handler of a rendezvous, which may be of the user's packages (entry
-# points `torchrun.handlers`). All ranks take part in a rendezvous. Whenever the group is formed, it
-# has another name, so that new ranks and old ranks meet. torch's limits hold: the store of c10d
-# ends with the rank that hosts it, and does not protect its contents. A wait for ranks can time
-# out, but cannot be aborted.
+# points `torchrun.handlers`). All ranks take part in a rendezvous. Each time that the group is
+# formed, the rendezvous has another name, so that new ranks and old ranks meet. torch's limits
+# hold: the store of c10d ends with the rank that hosts it, and does not protect its contents. A
+# wait for ranks can time out, but cannot be aborted.
 
 JOIN_TIMEOUT = 25  # seconds for all ranks to come: less than the 30 s that agents wait for healing
 ETCD = {"etcd", "etcd-v2"}
@@ -449,7 +450,7 @@ class TorchRendezvous:
         """Whether the store has `compare_set`; the stores of etcd do not."""
         self._spec, self.rank = spec, rank
         # Keep the Python objects of the stores: torch's C++ code keeps only the C++ objects. Keep
-        # the handlers, too: that of etcd-v2 has another store, which its store uses.
+        # the handlers, too: the handler of etcd-v2 has a store that the returned store uses.
         self._kept: list[Any] = []
 
     def join(self, generation: int, size: int) -> Any:

@@ -68,12 +68,13 @@ class Peaks:
         return Peak(peak, is_bound=peak <= self._on_gpu)
 
 
-PEAKS = Peaks()  # of this process
+PEAKS = Peaks()  # a single object, because a process runs one cell at a time
 
 
 # --- measuring --------------------------------------------------------------------------
 
-# The limit of a search. If a rank has a million tensors, the report has those found by then.
+# Seconds after which a search ends. If a rank has a million tensors, the report has those found by
+# then.
 SEARCH_SECONDS = 2.0
 
 
@@ -138,7 +139,7 @@ def _peak_rss() -> int:
 
 # --- errors because memory is full ----------------------------------------------------------------
 
-ACCOUNT_SECONDS = 0.2  # the limit of the search: the cell's end is reported only after it
+ACCOUNT_SECONDS = 0.2  # the limit of the search, after which the cell's end is reported
 MAX_NAMED_HOLDERS = 5
 LEAST_LISTED = 1 << 20  # bytes: deleting a smaller tensor would not help
 
@@ -157,7 +158,7 @@ _reserved: list[mmap.mmap] = []
 
 
 def reserve_addresses() -> None:
-    """Reserve `ADDRESS_RESERVE` bytes of address space, if so many are free."""
+    """Reserve `ADDRESS_RESERVE` bytes of address space, if that many are free."""
     with suppress(OSError, MemoryError):
         _reserved.append(mmap.mmap(-1, ADDRESS_RESERVE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 

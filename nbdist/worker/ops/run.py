@@ -46,7 +46,7 @@ WORKER_PREFIX = os.path.dirname(os.path.dirname(__file__)) + os.sep
 PYTHON_PREFIXES = tuple({prefix + os.sep for prefix in (sys.prefix, sys.base_prefix)})
 # Files whose calls come before those of a script. Such calls are left out of tracebacks.
 RUNNERS = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
-# If the results have so many bytes, `map_items` sends them, even if this rank has items left.
+# If the results have this many bytes, `map_items` sends them, even if this rank has items left.
 ENOUGH_RESULTS = 4 << 20
 # Seconds for an executable to exit after SIGINT; the agent gives the worker itself more time.
 SCRIPT_STOP_GRACE = 1.0
@@ -381,7 +381,7 @@ def _frames_of_result(context: Context, index: int, value: Any) -> list[Buffer]:
 def _pack_result(
     index: int, frames: Sequence[Buffer], segments: ExitStack, *, is_elsewhere: bool
 ) -> Payload:
-    """Pack a result for a message, or put a big one into shared memory, which `segments` closes."""
+    """Pack a result for a message, or put a big result into a segment, which `segments` closes."""
     if not is_elsewhere:
         payload, segment = pack_frames(frames)
         if segment is not None:
@@ -424,7 +424,7 @@ def _receive_call(
 def _as_in_a_cell(context: Context) -> Iterator[None]:
     """Within this context run user code as in a cell.
 
-    The names that the code binds and deletes are recorded, and an exception of it is shown.
+    The names that the code binds and deletes are recorded, and its exceptions are shown.
     """
     shell = context.shell
     with context.record_changes():

@@ -1,9 +1,9 @@
 """Writes sharded tensors, their meshes and FSDP2 modules to a snapshot, and restores them.
 
-Their usual pickles would contain process groups, which cannot be pickled. So a mesh is written as a
-`Mesh`, and a DTensor as a number. The rank's shards are in another pickle, which other ranks may
-read. A module is written as it was before `fully_shard`, with the arguments of that call. The
-snapshot ops use this module in each rank.
+The usual pickles of these objects would contain process groups, which cannot be pickled. So a mesh
+is written as a `Mesh`, and a DTensor as a number. The rank's shards are in another pickle, which
+other ranks may read. A module is written as it was before `fully_shard`, with the arguments of that
+call. The snapshot ops use this module in each rank.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class Writer:
 
 # --- restore ----------------------------------------------------------------------------
 
-# Of the snapshot that is being restored: the new meshes by their written form, the DTensors by
-# number, and the modules to shard.
+# For the snapshot that is being restored: the new meshes by the meshes in the snapshot, the
+# DTensors by number, and the modules to shard.
 _meshes: dict[Mesh, Any] = {}
 _tensors: list[Any] = []
 Unsharded = tuple[Sharding, list[Any]]  # arguments of `fully_shard`, and the modules to shard
@@ -127,7 +127,7 @@ _unsharded: dict[int, Unsharded] = {}
 def meshes(_: Context, instead: Mapping[Mesh, Mesh]) -> None:
     """Make the meshes for a snapshot; all ranks must call this together.
 
-    For each mesh of the snapshot, a key of `instead`, make a mesh with the layout in the value.
+    `instead` has, by the mesh in the snapshot, the layout of the mesh to make in its place.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -265,9 +265,10 @@ def _is_shard(placement: Any) -> bool:
 
 
 def assembled_tensors(files: Mapping[int, Sequence[Shard]], source: int) -> list[Any]:
-    """Join the shards of all ranks' files to whole tensors, and shard them for this world.
+    """Join the shards in all ranks' files to whole tensors, and shard these for this world.
 
-    The DTensors are those of the rank `source`. Raises ValueError if the shards cannot be joined.
+    Return a DTensor for each whole tensor, in the order of the file of the rank `source`. Raises
+    ValueError if the shards cannot be joined.
     """
     from torch.distributed.tensor import distribute_tensor
 
@@ -286,9 +287,9 @@ def assembled_tensors(files: Mapping[int, Sequence[Shard]], source: int) -> list
 
 
 def _assembled(pieces: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
-    """Join the ranks' pieces of a tensor; they are in the order of the mesh's ranks.
+    """Join the ranks' pieces of a tensor, which are in the order of the mesh's ranks.
 
-    In this order the last dimension of the mesh changes fastest, so it is joined first.
+    In this order the last dimension of the mesh changes fastest, so this dimension is joined first.
     """
     for size, placement in reversed([*zip(shard.of.shape, shard.placements, strict=True)]):
         rows = [pieces[start : start + size] for start in range(0, len(pieces), size)]

@@ -287,8 +287,8 @@ def bind(context: Context, *, names: Sequence[str] | None, with_random: bool) ->
         tensor.grad = grad
     for name, value in contents["also"].items():
         namespace.setdefault(name, value)
-    # If only some variables are bound, register only the objects in these. `replace` would change
-    # this rank's counterparts of all others, too.
+    # If only some variables are bound, register only the objects in these variables. For any other
+    # object of the snapshot, `replace` would change this rank's object with the same key.
     keyed = contents.get("keyed", [])
     if names is not None:
         inside = {id(each) for each in _sketch(restored, namespace).objects}

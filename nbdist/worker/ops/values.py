@@ -205,9 +205,10 @@ class _Objects(NamedTuple):
 
 
 def _pickled(context: Context, values: dict[str, Any]) -> _Objects:
-    """Add to `values` the functions, classes and modules that they use, and list all objects.
+    """Add to `values` the functions, classes and modules that the values use.
 
-    Other variables that the values use are not added: the user must name them.
+    Return `values`, and all objects that their pickle contains. Other variables that the values use
+    are not added: the user must name these.
     """
     names = context.names
     while True:
