@@ -61,9 +61,9 @@ class _Copying:
         """Pair two objects and their parts, for `copy`; return False if this is impossible.
 
         It is impossible if a tensor or module would have to be replaced instead of changed, or if
-        `new` is paired with another object already.  Of other parts that cannot be paired, such as
-        a list that has become a tuple, the new one is used later.  With `is_top` return False also
-        if `old` and `new` themselves cannot be paired.
+        `new` is paired with another object already.  If other parts cannot be paired, such as a
+        list and a tuple, the new part is used later.  With `is_top` return False also if `old` and
+        `new` themselves cannot be paired.
         """
         if type(new) in ATOMIC:
             return not is_top

@@ -188,7 +188,7 @@ def imported_submodules(
 ) -> list[types.ModuleType]:
     """Return the submodules that a function may use as attributes of packages.
 
-    The receiver must import them too: importing the package alone may not.
+    The receiver must import them too, because importing a package may not import its submodules.
     """
     used = (function.__globals__.get(name) for name in sorted(names))
     modules = (each for each in used if isinstance(each, types.ModuleType))
@@ -224,7 +224,7 @@ _OF_MEMBERS = {"_value_", "_name_", "__objclass__", "_sort_order_"}
 
 
 def member_attributes(kind: type[enum.Enum]) -> list[tuple[str, dict[str, Any]]]:
-    """List (name, attributes) for the members of an Enum to which the user gave attributes."""
+    """Return a list of (name, attributes): the members of an Enum with attributes of the user."""
     members = (
         (name, {key: value for key, value in vars(member).items() if key not in _OF_MEMBERS})
         for name, member in kind.__members__.items()
@@ -421,8 +421,8 @@ _HOOKS = ("__init_subclass__", "__prepare__", "__new__", "__init__")
 def _without_hooks(args: tuple[Any, ...], only: Container[type] | None = None) -> Iterator[None]:
     """Within this context, making a class with these arguments skips some hooks of its bases.
 
-    A hook is `__init_subclass__` of a base, or a method of the metaclass.  Hooks of classes in
-    `only` are skipped; if `only` is None, hooks of all classes of `__main__`.
+    A hook is `__init_subclass__` of a base, or a method of the metaclass.  The hooks of classes in
+    `only` are skipped.  If `only` is None, the hooks of all classes of `__main__` are skipped.
 
     Such hooks have run in the sender, and their effects are sent with the classes.  If hooks ran
     again, a registry would have the class twice, or a global name of the hook would be missing.

@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 PIECE_BYTES = 16 << 20
-"""Memory of more than so many bytes is digested in pieces of this size, by several threads."""
+"""Memory of more than this many bytes is digested in pieces of this size, by several threads."""
 
 _SAMPLE_BYTES, _SAMPLES = 4096, 64
 

@@ -1,9 +1,9 @@
 """Tables of objects by key: an object of the notebook and its counterpart on a rank have one key.
 
 The notebook gives a key to each object that it sends and whose identity matters; each rank keeps
-its own object under the same key.  Both processes use this file.  A table keeps no object alive to
-which Python can refer weakly.  Lists, dicts and other objects without weak references are held
-until `drop_unused` finds that nothing else refers to them, or their key is dropped.
+its own object under the same key.  Both processes use this file.  A table has weak references to
+most objects, and does not keep these alive.  Lists, dicts and other objects without weak references
+are held until `drop_unused` finds that nothing else refers to them, or their key is dropped.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from nbdist.values.memory import memory_at
 
 MAX_WHOLE_BYTES = 64 << 20
 """If a view of memory up to this size is sent, all of the memory is sent, so that later views of it
-share the memory on the ranks too.  Of bigger memory only the view's part is sent, if that part is
-less than half.  Scattered views (`is_scattered`) are copied instead."""
+share the memory on the ranks too.  If the memory is bigger, and the view spans less than half of
+it, only the bytes of the view are sent.  Scattered views (`is_scattered`) are copied instead."""
 
 
 ALIGNMENT = 64
@@ -80,9 +80,9 @@ class _Owners:
 class MemoryBlock:
     """A piece of memory of tensors and arrays that is sent as one: the bytes from `start` to `end`.
 
-    `owner()` is the object that keeps the memory alive, on a rank an array of the bytes, and None
-    if the memory was freed.  If a tensor has only few elements far apart in the memory, only those
-    elements are sent: `copied` identifies them, and `start` and `end` are 0.
+    `owner()` returns the object that keeps the memory alive, which is an array of the bytes on a
+    rank.  It returns None if the memory was freed.  If a tensor has only few elements far apart in
+    the memory, only these elements are sent: `copied` identifies them, and `start` and `end` are 0.
     """
 
     key: int
@@ -246,7 +246,7 @@ class Links:
             self._remove(entry)
 
     def entries(self) -> list[LinkEntry]:
-        """List the entries of all objects."""
+        """Return a list of the entries of all objects."""
         return [*self.by_key.values()]
 
     def _remove(self, entry: LinkEntry) -> None:
@@ -370,7 +370,7 @@ class Blocks:
                 self._remove(block)
 
     def _around(self, start: int, root: int, device: str) -> list[MemoryBlock]:
-        """List a device's blocks that begin between `root` and `start`, the last block first."""
+        """Return a device's blocks that begin between `root` and `start`, the last block first."""
         at = bisect_right(self._sorted, start, key=attrgetter("start"))
         blocks = []
         while at > 0 and self._sorted[at - 1].start >= root:

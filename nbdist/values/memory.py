@@ -66,7 +66,7 @@ def span_of_array(value: Any) -> tuple[int, int]:
 
 
 def is_scattered(data: Any, root: tuple[int, int], start: int, end: int) -> bool:
-    """Return True if a tensor shows less than half of the bytes between its begin and its end.
+    """Return True if a tensor shows less than half of the bytes from its beginning to its end.
 
     `root` has the bounds of the memory of which the tensor is a view.  False for memory of 1 MiB or
     less, which is sent as a whole.

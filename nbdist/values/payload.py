@@ -33,7 +33,7 @@ V = TypeVar("V")
 ALIGNMENT = 64
 
 COPY_PIECE = 32 << 20
-"""Bytes that a generator copies before it yields, so that Stop takes effect: some 10 to 50 ms."""
+"""Bytes that a generator copies before it yields, so that Stop takes effect within 10 to 50 ms."""
 
 # From linux/fcntl.h; the fcntl module has names for the numbers only in some builds.
 _F_ADD_SEALS = 1033
@@ -114,9 +114,9 @@ class Segment(_Open):
 
 
 class Blank(_Open):
-    """A new segment for frames of these sizes, which the caller fills by `writing`.
+    """A new segment for frames of given sizes, which the caller fills by `writing`.
 
-    `total` is its size in bytes, and `filled` is how many bytes from the beginning are written.
+    `total` is the segment's size in bytes.  `filled` is how many of its first bytes are written.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -189,7 +189,7 @@ def is_open(ref: SegmentRef) -> bool:
 
 
 def length_of(ref: SegmentRef) -> int:
-    """Return the bytes of a segment, with the gaps between its frames."""
+    """Return the number of bytes of a segment, with the gaps between its frames."""
     return _layout(ref.sizes)[1]
 
 
@@ -278,7 +278,7 @@ def pack_inline(frames: Sequence[Buffer]) -> Payload:
 
 
 def size_of(frames: Iterable[Buffer]) -> int:
-    """Return the bytes of all frames."""
+    """Return the number of bytes of all frames together."""
     return sum(memoryview(frame).nbytes for frame in frames)
 
 
@@ -392,9 +392,9 @@ class Identity:
     """Tells whether a variable is still bound to the same object.
 
     The id alone is not enough, since a new object can get the id of a deleted object.  So an
-    `Identity` has a weak reference, or the object itself if it is light (`_is_light`).  Of a big
-    list, dict, tuple or text it has only the id and the type: a new object of this type at the same
-    address counts as the same object.
+    `Identity` has a weak reference, or the object itself if it is light (`_is_light`).  For a big
+    list, dict, tuple or text, an `Identity` has only the id and the type: a new object of this type
+    at the same address counts as the same object.
     """
 
     def __init__(self, value: Any) -> None:

@@ -123,7 +123,7 @@ class _FirstFrame(io.BytesIO):
         self._checked_size = 0
 
     def write(self, data: Any) -> int:
-        """Append bytes to the file, in a sketch the digest of LONG_TEXT bytes or more.
+        """Append bytes to the file; in a sketch, append the digest of LONG_TEXT bytes or more.
 
         Raises NotEnoughMemory.
         """

@@ -357,9 +357,9 @@ class Scan:
         return self._state(parts)
 
     def _known_of(self, value: Any, entry: Any, parts: list[Any]) -> ObjectState | None:
-        """Return the state that was read earlier if the object still has the same parts, else None.
+        """Return the state of `value` that was read earlier, if it has the same parts as then.
 
-        This saves time: the tokens of the parts are not made.
+        Else return None: the caller must make the tokens of all parts to read the state again.
         """
         before = self._before(entry.key)
         if before is None or type(before.sample) is not Parts:
@@ -377,7 +377,8 @@ class Scan:
         """Return the state that was read earlier if `state` equals that state; else `state`.
 
         The earlier state gets a sample here, by which `_known_of` recognizes the parts next time.
-        A first state gets none, because most objects are read only once.
+        A state that is read for the first time gets no sample, because most objects are read only
+        once.
         """
         before = self._before(entry.key)
         if before is None or before != state:
@@ -744,7 +745,7 @@ WHOLE_LIMIT = 4 << 30
 The state of bigger memory also has a sample, a digest of some pages.  Above WHOLE_LIMIT it has only
 the sample, because reading all bytes would take too long."""
 
-_SCAN_AT_ONCE = 1 << 20  # bytes of a memory block from which on a thread reads the block
+_SCAN_AT_ONCE = 1 << 20  # bytes; a memory block of this size or more is read in a thread
 
 _TOOLS: dict[type, str] = {
     dict: "dict",
@@ -801,7 +802,7 @@ def _flat(token: Callable[[Any], Token], value: dict[Any, Any]) -> Iterable[Toke
 
 
 def _is_plain(reduced: Any) -> bool:
-    """Return True if a reduction has only plain values, functions, classes and tuples of such."""
+    """Return True if a reduction has only plain values, functions, classes and tuples of these."""
     if type(reduced) is tuple:
         return all(map(_is_plain, reduced))
     return type(reduced) in ATOMIC or isinstance(reduced, types.FunctionType | type)

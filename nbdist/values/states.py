@@ -1,8 +1,8 @@
 """The state of an object (`ObjectState`), by which a process notices that the object has changed.
 
 The notebook and each rank read the states of the objects that they share (`nbdist.values.scan`).
-A state has no contents of other objects to which the object refers, only their keys.  So a change
-of such an object changes its own state alone.
+If an object refers to other objects, its state has only their keys, and not their contents.  So if
+one of these objects changes, only its own state changes.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def reachable_keys(states: Mapping[int, ObjectState], keys: Iterable[int]) -> se
 
 
 def keys_in(token: Token) -> list[int]:
-    """List the keys of the objects that a token refers to."""
+    """Return the keys of the objects to which a token refers."""
     if type(token) is not tuple or not token:
         return []
     if token[0] is ... and len(token) == 2:
@@ -203,12 +203,12 @@ def optimizer_hooks(value: Any) -> dict[str, Any]:
 
 
 def own_attributes(value: Any) -> list[tuple[str, Any]]:
-    """List (name, value) for the class and the attributes of a container of a user's class."""
+    """Return (name, value) for the class and each attribute of a container of a user's class."""
     return [(CLASS, type(value)), *getattr(value, "__dict__", {}).items()]
 
 
 def slots_of(kind: type) -> list[tuple[str, Any]]:
-    """List (name, slot) for the slots of a class and its bases that Python code has made."""
+    """Return (name, slot) for each slot of a class and of its bases that Python code has made."""
     return [
         (name, slot)
         for base in kind.__mro__
@@ -218,7 +218,7 @@ def slots_of(kind: type) -> list[tuple[str, Any]]:
 
 
 def listed(reduced: Any) -> tuple[Any, ...]:
-    """Return a result of `__reduce_ex__` as six items, None for each that it lacks.
+    """Return a result of `__reduce_ex__` as six items, with None for each item that it lacks.
 
     Iterators, which can be read only once, become lists.
     """

@@ -45,10 +45,10 @@ class TensorReducer:
     Contents are out-of-band buffers of the tensor's own memory.  Only contents on a device, and
     elements that lie far apart, are copied.
 
-    Of a storage only the part that a tensor shows is sent, or all of it if that is at most twice as
-    much.  With `exact` no more is sent than the tensor shows.  The storages whose addresses are in
-    `whole` are always sent whole.  If parts of a storage overlap, as two views of one tensor may,
-    the caller must pickle again with the `overlapping` storages as `whole`.
+    Only the part of a storage that a tensor shows is sent, or the whole storage if it is at most
+    twice as big.  With `exact` no more is sent than the tensor shows.  The storages whose addresses
+    are in `whole` are always sent whole.  If sent parts of a storage overlap, as two views of one
+    tensor may, the caller must pickle again with the `overlapping` storages as `whole`.
 
     `nbdist.values.pickling.pickle` explains the options.  `sketched` becomes True if a sketch has
     left out contents.
@@ -60,8 +60,8 @@ class TensorReducer:
     whole: frozenset[int] = frozenset()
     types: Any = field(init=False, default=())
     sketched: bool = field(init=False, default=False)
-    # By the address of the storage, and by the begin and end of the piece in it.  A piece with
-    # elements that lie far apart has their shape and strides in its key, too.
+    # Each piece, by the address of its storage, and its beginning and end there.  For a piece with
+    # elements that lie far apart, the key also has the shape and strides of these elements.
     _pieces: dict[tuple[int, int, int, tuple[int, ...]], _Piece] = field(
         init=False, default_factory=dict
     )
@@ -89,8 +89,8 @@ class TensorReducer:
         if isinstance(value, self.types[1]):
             if value.device.type != "cpu":
                 return NotImplemented
-            # Reduce the storage to the item of a tuple with its piece.  So pickle rebuilds the
-            # piece once, and the storage is the one that tensors in the same pickle use.
+            # Reduce the storage to `(piece,)[0]`: pickle then rebuilds the piece only once, even if
+            # tensors in the same pickle use the piece, and they share the rebuilt storage.
             return operator.getitem, ((self._piece(value, 0, value.nbytes()),), 0)
         return self._reduce_tensor(value)
 

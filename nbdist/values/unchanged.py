@@ -26,8 +26,9 @@ class Parts:
     """The parts of an object when its state was read: keys or names, and values.
 
     If `entries_if_same` finds the same parts now, the object's state has not changed.  A part is of
-    one of three kinds.  A plain value cannot change, and a `Parts` holds it.  Of an object with a
-    key, a `Parts` has only the key.  An empty table has no key: `empty` has its position.
+    one of three kinds.  A plain value cannot change, and a `Parts` holds it.  For an object with a
+    key, a `Parts` has only the key.  For an empty table, which has no key, `empty` has the position
+    of the table.
     """
 
     __slots__ = ("_count", "_empty_kinds", "_fixed", "_keys", "_kind", "_pickers")

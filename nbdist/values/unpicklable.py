@@ -185,7 +185,7 @@ _HARMLESS = (str, bytes, int, float, complex, bool, type(None))
 
 
 def parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (text, part) for each part of a value; the text, such as `.func`, is its path in it."""
+    """Yield (text, part) for each part of a value; the text, such as `.func`, leads to the part."""
     match value:
         case types.FunctionType():
             yield from _parts_of_function(value)

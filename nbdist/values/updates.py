@@ -96,7 +96,7 @@ def _write_dict(
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
-    """List the items that a dict holds, without calling methods of a user's subclass."""
+    """Return a list of a dict's items, without calling methods of a user's subclass."""
     return [*(OrderedDict.items if isinstance(value, OrderedDict) else dict.items)(value)]
 
 
@@ -412,9 +412,9 @@ def _apply_opaque(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
 def set_state(value: Any, state: Any, setter: Callable[..., Any] | None = None) -> None:
     """Give an object a state as pickle does, but clear its `__dict__` first.
 
-    Attributes that the state lacks are gone then.  Pickle clears nothing, since it sets the state
-    of new objects only.  If there is a `setter`, or if the object's class has a `__setstate__`,
-    that function sets the state, and nothing is cleared here either.
+    So the object loses attributes that the state lacks.  Pickle clears nothing, because it sets the
+    state of new objects only.  If there is a `setter`, or if the object's class has a
+    `__setstate__`, that function sets the state, and nothing is cleared here either.
     """
     if setter is not None:
         setter(value, state)
