@@ -1,1 +1,4 @@
-"""Folders, processes, limits and secret variables of this machine, for all processes of nbdist."""
+"""Folders, processes and limits of this machine, and which environment variables are secrets.
+
+All processes of nbdist use these files.
+"""

@@ -83,7 +83,7 @@ def check_private(folder: Path) -> None:
 
 
 def open_private(path: str | Path, flags: int) -> int:
-    """Open a file; a new file can be opened by this user only.  For the `opener` of `open`."""
+    """Open a file as the `opener` of `open` does; a new file can be opened by this user only."""
     return os.open(path, flags | os.O_CLOEXEC, PRIVATE_FILE)
 
 
@@ -220,9 +220,10 @@ def _opened(folder: Path) -> Iterator[int]:
 def open_trusted(path: Path) -> int:
     """Open a plain file for reading; return its descriptor.
 
-    Raises Untrusted if another user can have written or replaced the file, as its owner or mode, or
-    those of the two folders above it, show, or if any of the three is a symbolic link.  Raises
-    OSError if the file cannot be opened.
+    Raises Untrusted if the file, or one of the two folders above it, is a symbolic link, belongs to
+    another user, or can be written by other users: they could have replaced the file.  Also raises
+    Untrusted if the path leads to a folder, pipe or device.  Raises OSError if the file cannot be
+    opened.
     """
     with ExitStack() as opened:
         above = None
@@ -281,7 +282,7 @@ class RuntimeFolder:
     """A new folder for a world's sockets, locked by this process.
 
     Making the object also removes the runtime folders of processes that were killed.  Raises
-    NoRuntimeFolder, with a reason for each of the `places`, if a folder can be made in none.
+    NoRuntimeFolder, with a reason for each of the `places`, if none of them can have a folder.
     """
 
     def __init__(self) -> None:

@@ -282,8 +282,9 @@ def _fields(file: Path) -> dict[str, int]:
 class OomKills:
     """Finds out whether Linux has most likely killed a process for lack of memory.
 
-    It compares the number of such kills (OOM kills) before and after the death.  The number is that
-    of the process's innermost control group that counts kills, or else of the whole machine.
+    An `OomKills` compares the number of such kills (OOM kills) before and after the death.  The
+    number is that of the process's innermost control group that counts kills, or else of the whole
+    machine.
     """
 
     def __init__(self, pid: int) -> None:

@@ -286,10 +286,11 @@ def fork_below_guard(
     """Fork this process: the parent becomes the guard and never returns, the child is the agent.
 
     When the agent has exited, processes that it leaves behind have `grace` seconds to exit, because
-    their stdin has closed, and as many after a SIGTERM.  Then the guard kills them, and removes the
-    folder `runtime`.  The guard kills an agent that has not exited `AGENT_GRACE` + 2 * `grace`
-    seconds after its notebook.  If a signal has killed the agent, the guard calls `after_kill` with
-    the bytes that the agent sent.  Raises OSError if no further process can be started.
+    their stdin has closed, and `grace` seconds more after a SIGTERM.  Then the guard kills these
+    processes, and removes the folder `runtime`.  The guard kills an agent that has not exited
+    `AGENT_GRACE` + 2 * `grace` seconds after its notebook, unless the agent has sent `STAYS_BYTE`.
+    If a signal has killed the agent, the guard calls `after_kill` with the bytes that the agent
+    sent.  Raises OSError if no further process can be started.
     """
     guard = os.getpid()
     adopt_orphans()
