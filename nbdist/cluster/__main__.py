@@ -14,9 +14,9 @@ from nbdist.agent.fork_server import start_guarded
 COMMANDS_GRACE = 3.0
 """Seconds for `srun` and similar commands to exit, with their agents, after the head has exited.
 
-The head's guard sends SIGTERM to commands that still run then, and gives them as many seconds
-again. The guard also kills a head that still runs `AGENT_GRACE` + 2 * `COMMANDS_GRACE` seconds
-after its notebook's exit.
+The head's guard sends SIGTERM to commands that still run then, and gives them this time once more.
+The guard also kills a head that still runs `AGENT_GRACE` + 2 * `COMMANDS_GRACE` seconds after its
+notebook's exit, unless the world has the option `detach`.
 """
 
 

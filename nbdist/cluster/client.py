@@ -89,7 +89,7 @@ class HeadLink:
     """Sends messages to the head, and passes the head's messages for the agent to `on_message`.
 
     `memory` receives big values. `problem` says why the agent has given up the connection; it is ""
-    if the agent has not.
+    if the agent has not given up.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class NoWay(OSError):
 class Way:
     """The route from an agent to its head.
 
-    `address` is the head's, one of those in the ticket, and `local_address` is this machine's.
+    `address` is an address of the head, from the ticket, and `local_address` is this machine's own.
     `number` is the number of the node; it is -1 if the head has to choose a number.
     """
 
@@ -306,8 +306,8 @@ def find_route(ticket: Ticket, number: int = -1) -> Way:
     """Return the route to the head, by the first address in the ticket's order that answers.
 
     All addresses are tried at once. Once an address has answered, all others have `ORDER_GRACE`
-    seconds more, so that a better address is not missed. For example, on the head's own machine
-    bridges of containers answer quickly, which other machines cannot reach. Raises NoWay after
+    seconds more, so that a better address is not missed. For example, bridges of containers, which
+    other machines cannot reach, answer quickly on the head's own machine. Raises NoWay after
     `WAY_TIMEOUT` seconds, or as soon as all addresses have failed.
     """
     return asyncio.run(_find_route(ticket, number))

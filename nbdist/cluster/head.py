@@ -57,8 +57,8 @@ ToRanks = messages.AbortRanks | InterruptAt | messages.ReleaseRankValues | messa
 class Head:
     """Forwards messages between the notebook and the agents of a world.
 
-    It also starts the world on its nodes, heals it and changes its size. Such requests are carried
-    out one after the other.
+    The head also starts the world on its nodes, heals the world and changes its size. Such requests
+    are carried out one after the other.
     """
 
     def __init__(self, runtime: Path, notebook_pid: int, guard: Guard) -> None:
@@ -226,7 +226,8 @@ class Head:
     def _interrupt(self, ranks: Collection[int]) -> None:
         """Interrupt the tasks of ranks for Stop, before a common optimizer step if there is one.
 
-        If there is none, or if Stop was pressed before in the same task, interrupt them at once.
+        If there is no such step, or if Stop was pressed before in the same task, interrupt the
+        tasks at once.
         """
         tasks = {rank: self._task_of.get(rank, "") for rank in ranks}
         self._spared.difference_update(ranks)
@@ -255,7 +256,7 @@ class Head:
 
     async def _interrupt_at_common_step(self, tasks: Mapping[int, str]) -> None:
         deadline = time.monotonic() + STEP_TIMEOUT
-        # Also ask ranks that have finished the task: the others must make as many steps as these.
+        # Also ask ranks that have finished the task: the others must make the same number of steps.
         ranks = [rank for rank, task in self._last_task.items() if task in tasks.values()]
         parts = self._parts(ranks).items()
         holding = asyncio.gather(*(node.execute(HoldRanks(part)) for node, part in parts))
@@ -467,9 +468,9 @@ class Head:
     async def _resize(
         self, request: messages.Scale | messages.Grow, pool: NodePool, before: WorldSpec
     ) -> messages.Healed:
-        """Change the number of ranks, for `Scale` to the requested number.
+        """Change the number of ranks: to the requested number if the request is a `Scale`.
 
-        For `Grow` use all machines that have joined.
+        If the request is a `Grow`, use all machines that have joined.
         """
         size, keep = before.world_size, tuple(range(before.world_size))
         try:
@@ -493,7 +494,7 @@ class Head:
 NODE_STATUS_TIMEOUT = 5.0  # seconds for a node to answer; its agent has shorter timeouts
 
 RanksByNode = Mapping[Node, tuple[int, ...]]
-"""By node, those of its ranks that a request is about."""
+"""By node, the ranks on the node that a request is about."""
 
 
 async def ask(node: Node, request: messages.RequestBody) -> Any:
@@ -535,7 +536,8 @@ async def first_answer(parts: RanksByNode, consult: messages.Consult) -> Any:
 def on_head_clock(outputs: messages.Outputs, offset_ns: int) -> messages.Outputs:
     """Return the outputs with the times of errors and deaths converted to the head's clock.
 
-    `offset_ns` is how far the node's clock is ahead. So times of several nodes can be compared.
+    `offset_ns` is how far the node's clock is ahead. Converted times of several nodes can be
+    compared.
     """
     return messages.Outputs(
         tuple(
@@ -550,7 +552,8 @@ def on_head_clock(outputs: messages.Outputs, offset_ns: int) -> messages.Outputs
 def displayed_only(outputs: messages.Outputs) -> messages.Outputs:
     """Return only printed and displayed output, from a machine that counts as lost.
 
-    Its ranks were reported as dead already, so the ends of their tasks must not be reported.
+    The machine's ranks were reported as dead already, so the ends of their tasks must not be
+    reported.
     """
     shown = Text | Display | DisplayUpdate | Clear
     return messages.Outputs(tuple(each for each in outputs.items if isinstance(each[2], shown)))

@@ -41,8 +41,8 @@ class LaunchError(Exception):
 class LauncherProcess(ABC):
     """A local process, such as `ssh`, that runs as long as its agents on other machines.
 
-    If it ends, its agents exit, and if its agents exit, it ends. `command` is the command of the
-    process. `host` is the host of its agent, "" if it has agents on several hosts.
+    If the process ends, its agents exit, and if its agents exit, the process ends. `command` is the
+    command of the process. `host` is the host of its agent, "" if it has agents on several hosts.
     """
 
     host = ""
@@ -135,7 +135,7 @@ class AgentCommand(Child, LauncherProcess):
         folder: Path,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        """Start the command, and write the ticket to its stdin; OSError if it cannot start."""
+        """Start the command, and write the ticket to its stdin; raise OSError if that fails."""
         super().__init__(host, command, folder / f"{host.replace('/', '_')}.log", environ)
         assert self._process.stdin is not None
         # A command that has exited at once is no error here: its exit code and last lines say why.
@@ -155,10 +155,10 @@ class AgentCommand(Child, LauncherProcess):
 
 SSH_CONNECT_TIMEOUT = 5  # seconds for a host to answer ssh
 ALIVE_EVERY = 15
-"""Seconds of silence after which ssh asks the host for an answer; after three in vain ssh exits.
+"""Seconds of silence after which ssh asks the host for an answer; ssh exits after three in vain.
 
-If `link_timeout` is longer, ssh waits as long: it must not exit before the head counts the host as
-lost.
+If `link_timeout` is longer, ssh uses it instead: ssh must not exit before the head counts the host
+as lost.
 """
 
 
@@ -250,7 +250,7 @@ _FAILURE_REASONS = {
 
 
 def why_refused(host: str, lines: Sequence[str], command: str = "") -> str:
-    """Return why a host has not started an agent, by the last `lines` of its process.
+    """Return why a host has not started an agent, as the last `lines` of its process say.
 
     The first pattern of `_FAILURE_REASONS` that matches counts; "" if none matches.
     """

@@ -289,7 +289,7 @@ def resized(spec: WorldSpec, size: int, keep: Sequence[int], room: Mapping[int, 
     return replace(spec, world_size=size, slots=(*slots, *new))
 
 
-REACHED = 16  # to how many other machines each machine tries to connect, at most
+REACHED = 16  # the most other machines to which each machine tries to connect
 
 
 def mismatch(name: str, hello: NodeHello, here: Versions) -> str:
@@ -336,7 +336,7 @@ CODE_TIMEOUT = 60.0  # seconds for a node to receive some megabytes, perhaps ove
 class KeptCode:
     """Keeps the archive of the notebook's folder, to send it to nodes that lack the folder.
 
-    Nodes that join later get it, too.
+    Nodes that join later get the folder, too.
     """
 
     def __init__(self) -> None:
@@ -346,7 +346,7 @@ class KeptCode:
     async def store(self, request: GetCode | PutCode, nodes: Iterable[Node]) -> CodeHeld:
         """Keep a message with a part of the archive; once all parts are there, send them to nodes.
 
-        A `GetCode` begins another archive, unless the kept archive has its digest.
+        A `GetCode` begins another archive, unless the kept archive has the digest in the message.
         """
         match request:
             case GetCode(digest):
@@ -364,7 +364,8 @@ class KeptCode:
     async def distribute(self, nodes: Iterable[Node]) -> CodeHeld:
         """Send the archive to nodes that lack it, if the archive is complete.
 
-        Return the first problem, or whether the nodes have the folder and share it.
+        Return the first problem. If there is none, return that the nodes have the folder, and
+        whether all nodes share the notebook's own folder.
         """
         if self._query is None or not self._is_whole:
             return CodeHeld("")

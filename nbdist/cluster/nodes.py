@@ -33,7 +33,7 @@ from nbdist.words import count, word_exit
 log = logging.getLogger("nbdist.cluster")
 
 LAST_CALL = 1.0
-"""If enough nodes have joined, and no other node joins for so many seconds, the world starts."""
+"""If enough nodes have joined, and no other node joins for this many seconds, the world starts."""
 
 AGAIN_INTERVAL = 5.0  # seconds between two attempts to start missing agents
 MAX_REFUSED_PAUSE = 60.0  # seconds at most until the agent of a refused node is started again
@@ -87,8 +87,8 @@ class NodePool:
         self._background_tasks: set[asyncio.Task[None]] = set()
         self._by_identity: dict[bytes, Node] = {}
         self._failures: list[CannotStart] = []
-        # By the number of a refused node: when its agent may be started again, and how many seconds
-        # the last pause had.
+        # By the number of a refused node: when its agent may be started again, and the length of
+        # the last pause in seconds.
         self._refused: dict[int, tuple[float, float]] = {}
         self._changed = asyncio.Event()
         self._has_started = self._is_closing = False
@@ -104,8 +104,8 @@ class NodePool:
     def can_serve(self, config: WorldConfig) -> bool:
         """Return True if a world of this configuration can use the present nodes.
 
-        The configuration must be for the same machines, and then becomes the pool's own. The nodes
-        must be enough for a start. If no further node can join, no node may be missing.
+        The configuration must be for the same machines; if it is, the pool uses it from now on. The
+        nodes must be enough for a start. If no further node can join, no node may be missing.
         """
         if _machine_options(config) != self._machine_options:
             return False

@@ -237,7 +237,7 @@ def bundles_of(config: WorldConfig, nodes: Sequence[RayNode]) -> list[Bundle]:
         one[GPU_RESOURCE] = 1
     if config.memory:
         one[MEMORY_RESOURCE] = int(config.memory[:-1]) * _UNIT_BYTES[config.memory[-1]]
-    # For how many workers each node has room if no other program uses the node.
+    # The number of workers for which each node has room if no other program uses the node.
     fits = (min(node.resources.get(n, 0) // much for n, much in one.items()) for node in nodes)
     rooms = sorted(map(int, fits), reverse=True)
     if isinstance(per_node, int):
@@ -280,7 +280,7 @@ def _word_nodes(nodes: Sequence[RayNode]) -> str:
 
 
 def distinct(names: Sequence[str], addresses: Sequence[str]) -> list[str]:
-    """Make names distinct: to equal names their address is appended, and if needed a number."""
+    """Return distinct names: equal names get their addresses as suffixes, and if needed numbers."""
     for suffixes in (addresses, [f"{number}" for number in range(len(names))]):
         pairs = zip(names, suffixes, strict=True)
         names = [name if names.count(name) == 1 else f"{name}-{suffix}" for name, suffix in pairs]
@@ -295,7 +295,7 @@ def natural_key(name: str) -> list[int | str]:
 # --- the driver: what runs in its process -----------------------------------------------------
 
 RAY_REACH_TIMEOUT = 5.0  # seconds for the cluster's address to answer
-REACH_TRIES = ("RAY_NUM_REDIS_GET_RETRIES", "3")  # Ray makes so many tries, a second apart
+REACH_TRIES = ("RAY_NUM_REDIS_GET_RETRIES", "3")  # Ray makes this many tries, a second apart
 
 PLACE_TIMEOUT = 20.0
 """Seconds for the requested resources to become free.
@@ -475,7 +475,7 @@ def word_busy(bundles: Sequence[Bundle], free: Bundle, total: Bundle) -> str:
 
 
 def start(config: WorldConfig, ticket: bytes, places: Sequence[Reserved]) -> list[tuple[Any, Any]]:
-    """Start the actors, which run the agents; return each with Ray's reference to its result."""
+    """Start the actors, which run the agents; return each actor and the reference to its result."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -275,9 +275,9 @@ No machine has these addresses (RFC 5737, RFC 3849).
 def addresses(preferred: str | None) -> tuple[str, ...]:
     """Return addresses at which other machines may reach this machine, the likeliest first.
 
-    The likeliest address is that from which packets leave for other networks; others may belong to
-    bridges of containers. If `preferred` is an interface, return only its addresses. If it is
-    anything else, it counts as the only address.
+    The likeliest address is the address from which packets leave for other networks; others may
+    belong to bridges of containers. If `preferred` is an interface, return only its addresses. If
+    `preferred` is any other text, return it as the only address.
     """
     interfaces = psutil.net_if_addrs()
     if preferred and preferred not in interfaces:
@@ -295,9 +295,10 @@ def addresses(preferred: str | None) -> tuple[str, ...]:
 
 
 def listen_addresses(preferred: str | None) -> tuple[str, ...]:
-    """Return the addresses at which to listen: those of the address or interface `preferred`.
+    """Return the addresses at which to listen: `preferred`, or the interface's if it is one.
 
-    Return (), to listen at all addresses, if none is preferred or this machine lacks one of them.
+    Return (), to listen at all addresses, if nothing is preferred, or if this machine lacks one of
+    the addresses.
     """
     local = addresses(preferred) if preferred else ()
     return local if own_addresses().issuperset(local) else ()

@@ -278,7 +278,7 @@ def read_job(number: str, text: str) -> SlurmJob:
 
 
 def nodes_of(job: SlurmJob, config: WorldConfig) -> int:
-    """Return how many agents to start in an allocation; LaunchError if it has too few nodes."""
+    """Return how many agents to start in an allocation; raise LaunchError for too few nodes."""
     if job.nodes < config.min_nodes:
         raise LaunchError(
             f"allocation {job.number} has {count(job.nodes, 'node')} ({job.names}), and "
@@ -288,7 +288,7 @@ def nodes_of(job: SlurmJob, config: WorldConfig) -> int:
 
 
 def word_complaint(name: str, lines: Sequence[str]) -> str:
-    """Return why Slurm has ended or refused an allocation, by the `lines` of srun or salloc.
+    """Return why Slurm has ended or refused an allocation, as the `lines` of srun or salloc say.
 
     `name` names the allocation in the message. Return "" if no line gives a reason.
     """
@@ -319,7 +319,8 @@ def word_queue(lines: Sequence[str]) -> str:
 JOB_END_TIMEOUT = 3.0  # seconds for agents to exit, and for salloc to release its allocation
 CANCEL_TIMEOUT, CANCEL_STEP = 4.0, 0.1  # seconds for Slurm to end a job, and between two checks
 
-# Seconds between two calls of squeue that ask why a job waits. Each pause is twice the last.
+# Seconds between two calls of squeue that ask why a job waits. Each pause is twice as long as the
+# last.
 MIN_QUEUE_PAUSE, MAX_QUEUE_PAUSE = 1.0, 30.0
 
 LONGEST_LOG = 1 << 20
@@ -410,7 +411,7 @@ def _wait_for_end(poller: select.poll) -> None:
 def cancel(number: str) -> str:
     """Cancel a job, and wait until it has ended or is ending.
 
-    Return "" then, or a message that the job may still run, if Slurm takes too long.
+    Return "". If Slurm takes too long, return a message that the job may still run.
     """
     deadline = time.monotonic() + CANCEL_TIMEOUT
     while (state := _squeue(number, "%T")) not in _FINAL_JOB_STATES:
@@ -436,7 +437,7 @@ def _squeue(number: str, form: str) -> str:
 
 
 def ask(*command: str, timeout: float) -> str:
-    """Run a command of Slurm and return its output; OSError if it fails or takes too long."""
+    """Run a command of Slurm and return its output; raise OSError if it fails or takes too long."""
     try:
         done = subprocess.run(
             command,

@@ -131,7 +131,7 @@ def _set_heartbeats(socket: zmq.Socket[Any], link_timeout: float) -> None:
     socket.sndhwm = socket.rcvhwm = 0
 
 
-SUFFIX = ".key"  # of the files with tickets
+SUFFIX = ".key"  # the end of the names of files with tickets
 ADDRESS_PROBE_TIMEOUT = 1.0  # seconds for a port of this machine to answer
 
 

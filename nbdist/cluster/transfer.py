@@ -1,7 +1,8 @@
 """Transfers big values between the notebook and the nodes, for the head.
 
-A task waits in the head until its nodes have its values, and the end of a task until the notebook's
-machine has the values that the rank returns. `nbdist.wire.transfer` says how long values are kept.
+A task waits in the head until its nodes have its values. The end of a task waits in the head until
+the notebook's machine has the values that the rank returns. `nbdist.wire.transfer` says how long
+values are kept.
 """
 
 from __future__ import annotations
