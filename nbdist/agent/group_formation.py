@@ -97,7 +97,7 @@ class GroupFormation:
 
         The other ranks are stopped, and new ranks are started.  The world keeps its size if the
         machines cannot start new ranks, or if all present ranks stay with their numbers and no
-        group can be formed with the new ranks; then `not_scaled` of the answer says why.
+        group can be formed with the new ranks.  In this case `not_scaled` in the answer says why.
         """
         assert self.spec is not None
         before, size = self.spec, self.spec.world_size
@@ -161,9 +161,10 @@ class GroupFormation:
     def _ranks_on(
         self, spec: WorldSpec, ranks: Iterable[int] | None = None
     ) -> dict[int, tuple[int, ...]]:
-        """Return the ranks on each machine, by its number in `parts`: all, or those in `ranks`.
+        """Return the ranks on each machine, by the machine's number in `parts`.
 
-        Ranks that the world does not have are left out.
+        With `ranks` only these ranks are returned.  Ranks that the world does not have are left
+        out.
         """
         nodes = nodes_of(spec)
         if self._on_one_machine:

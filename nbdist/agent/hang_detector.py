@@ -16,7 +16,7 @@ from operator import attrgetter
 
 from nbdist.wire.places import LOCATED_TIMEOUT, RankPosition
 
-FIRST_LOCATE_DELAY = LOCATE_INTERVAL = 1.0  # seconds until ranks are located, and between two times
+FIRST_LOCATE_DELAY = LOCATE_INTERVAL = 1.0  # seconds until ranks are first located, and then again
 SOON, FAST_SECONDS = 0.1, 2.0  # seconds between fast requests, and until requests are slow again
 UNCHANGED = 3.0  # seconds without a change before a rank with active gloo threads counts as stuck
 ALL_UNCHANGED = 1.0  # seconds without a change before ranks count as stuck if all ranks wait
@@ -64,7 +64,7 @@ class HangDetector:
         return max(0.0, self._next - now)
 
     def record_request(self, now: float) -> None:
-        """Record a request for places; without an answer it is repeated after `LOCATED_TIMEOUT`."""
+        """Record a request for places, to repeat it if no answer comes in `LOCATED_TIMEOUT`."""
         self._next = now + LOCATED_TIMEOUT
 
     def record_places(
@@ -91,7 +91,7 @@ class HangDetector:
     def is_deadlocked(
         self, unfinished: Iterable[int], now: float, unchanged: float = UNCHANGED
     ) -> bool:
-        """Return True if all `unfinished` ranks wait in collectives between which no data moves.
+        """Return True if all `unfinished` ranks wait in collectives in which no data moves.
 
         A rank in which gloo's threads seem active counts only if its place has not changed for
         `unchanged` seconds.

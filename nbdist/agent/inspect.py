@@ -42,7 +42,7 @@ SAMPLE_TIMEOUT = 0.4  # seconds to read a stack from memory, for `world.stacks` 
 CONSULT_TIMEOUT = 0.4  # seconds for each of two ranks to answer; the notebook waits 0.9 s for both
 
 TORCH_DISTRIBUTED = (
-    "/torch/distributed/"  # in the innermost frame's file while a rank waits in a collective
+    "/torch/distributed/"  # a part of the innermost frame's file if a rank waits in a collective
 )
 CALLS = "/nbdist/worker/ops/run.py"  # has `call`, which calls the function of a task without a cell
 
@@ -308,7 +308,7 @@ class MemoryGauge:
         return self._counts.get(pid, _Count())
 
     def _count(self, pids: Sequence[int], deadline: float) -> None:
-        """Count pages until the deadline, those of new processes first; runs in a thread."""
+        """Count pages of processes until the deadline, new processes first; runs in a thread."""
         for pid in sorted(pids, key=lambda pid: pid in self._counts):
             if time.monotonic() > deadline:
                 return

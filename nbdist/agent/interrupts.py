@@ -59,12 +59,12 @@ class InterruptedRank:
     """The state of an interrupted rank, by which the agent decides whether the rank is stuck."""
 
     place: RankPosition
-    own_seconds: float  # of the rank, since Stop last interrupted the rank
+    own_seconds: float  # own seconds since Stop last interrupted the rank
     ignores: bool = False  # the process ignores SIGINT
     again: bool = False  # Stop was pressed again
     is_asleep: bool = False  # the main thread has hardly run since the interrupt
     aborts: int = 0  # how often the rank's present collective was aborted in vain
-    aborted_for: float = 0.0  # own seconds since the first of these aborts
+    aborted_for: float = 0.0  # own seconds since the first abort in vain
     is_spared: bool = False  # the notebook has asked not to kill the rank
 
 
@@ -176,8 +176,8 @@ class _Stopped:
     def must_remind(self, sight: InterruptedRank) -> bool:
         """Return True if the rank must get SIGINT once more; the caller sends it.
 
-        This is so after each KeyboardInterrupt that the rank reports as dropped by Python.  A rank
-        that reports none, but sleeps in its code, gets one more SIGINT in all.
+        A SIGINT is due after each KeyboardInterrupt that the rank reports as dropped by Python.  A
+        rank that reports none, but sleeps in its code, gets one more SIGINT in all.
         """
         place = sight.place
         is_running = place.is_in_code and not place.is_cleaning_up
@@ -196,9 +196,9 @@ class _Stopped:
 class Interrupter:
     """Interrupts ranks, and watches each rank until the rank has left its task or has exited.
 
-    `abort` aborts the collectives of all ranks except those that run other tasks than the given
-    ones, and returns whether all ranks have answered.  `report` is called before each abort:
-    it gets the `RankPosition` of each rank that is known to wait in a collective.
+    `abort` gets the ids of tasks.  It aborts the collectives of all ranks except ranks that run
+    another task, and returns whether all ranks have answered.  `report` is called before each
+    abort: it gets the `RankPosition` of each rank that is known to wait in a collective.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Interrupter:
     ) -> None:
         self._abort = abort
         self._report = report
-        # By worker, because a worker may get another rank when the world is scaled.
+        # The keys are workers, because a worker may get another rank when the world is scaled.
         self._stopped: dict[Worker, _Stopped] = {}
         self._is_aborting = False  # whether `_abort_repeatedly` runs, or will run soon
 

@@ -216,9 +216,10 @@ that has compiled something.  So workers can be forked even if the notebook has 
 
 
 def can_fork_with(environ: Mapping[str, str]) -> bool:
-    """Return True if `environ` agrees with that of this process, which starts the fork server.
+    """Return True if the fork server can fork workers that have the variables in `environ`.
 
-    Only the variables that torch reads when it is imported are compared.
+    The variables that torch reads when it is imported must have the same values in this process,
+    from which the fork server inherits its variables.
     """
     names = filter(READ_ON_IMPORT.fullmatch, {*os.environ, *environ})
     return all(os.environ.get(name) == environ.get(name) for name in names)

@@ -39,8 +39,10 @@ FrameInfo = tuple[str, int, str]
 READ_EVERY = 0.005  # seconds between two attempts to read the calls
 
 LOCKED_TIMEOUT = 1.0
-"""Seconds by which a reading may exceed its timeout: nobody can read a process's memory while the
-operating system is changing the mappings, for example while it pins memory for a GPU."""
+"""Seconds by which a reading may exceed its timeout.
+
+Nobody can read a process's memory while the operating system changes the process's mappings, for
+example while it pins memory for a GPU."""
 
 MAX_DUMP_BYTES = 1 << 20  # bytes that are read of a dump; user code can write to the file, too
 CRASH, CRASHED = "Fatal Python error: ", "Stack (most recent call first):"

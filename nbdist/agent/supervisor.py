@@ -100,7 +100,8 @@ class Supervisor:
     @property
     def unwakeable(self) -> tuple[int, ...]:
         """The ranks that still wait in a collective after several aborts; empty with nccl."""
-        # With nccl a rank answers if it cannot abort, and its agent then kills it (`ask_or_kill`).
+        # With nccl a rank that cannot abort says so in its answer, and the rank's agent kills the
+        # rank (`ask_or_kill`).
         if self._rules.runs_ahead:
             return ()
         return self._detector.unwakeable_ranks(sorted(self.unfinished))
@@ -281,7 +282,7 @@ class Supervision:
         # merged, because a program can need one abort after another without end.
         self._decided: dict[tuple[str, Decision], Decided] = {}
         self._deliver, self._send = deliver, send
-        # By task; tasks of different ranks run side by side.
+        # The supervisor of each task, by its id; tasks of different ranks run side by side.
         self._supervisors: dict[str, Supervisor] = {}
         self._ranks: Sequence[int] = ()  # all ranks of the world
         self._timer: asyncio.TimerHandle | None = None
@@ -345,7 +346,7 @@ class Supervision:
         return [each for each in supervisors if not each.unfinished.isdisjoint(ranks)]
 
     def _ranks_of_others(self, supervisor: Supervisor) -> set[int]:
-        """Return the ranks that run another task than that of this supervisor."""
+        """Return the ranks that run the task of another supervisor."""
         others = (each for each in self._supervisors.values() if each is not supervisor)
         return set[int]().union(*(each.unfinished for each in others))
 

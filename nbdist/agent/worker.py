@@ -79,14 +79,14 @@ class Worker:
         self.rank = start.rank
         self.start_info, self.source = start, source
         self.process: WorkerProcess | None = None
-        self.task_id = ""  # of the running task
+        self.task_id = ""  # the id of the running task; "" while no task runs
         self._packed = b""  # the running task, pickled
         # Id and optimizer steps of the last task that has ended; no steps if the task failed.
         self.finished: tuple[str, control.StepCount | None] = ("", None)
         self.log = WorkerLog(log_folder, start.world.log_limit)
         self.output = WorkerOutput(start.token, self.log, self._handle_item)
         self.stacks = StackFile(start.stack_file)
-        self.last_collective: asyncio.Task[Any] | None = None  # asked by `inspect`
+        self.last_collective: asyncio.Task[Any] | None = None  # `inspect`'s last question
         self.input_requests: dict[int, InputRequest | ItemsWanted] = {}  # unanswered, by number
         self._emit = emit
         self._errors_sent: set[int] = set()  # the numbers of the task's error messages
@@ -192,7 +192,7 @@ class Worker:
     async def ask_or_kill(
         self, request: control.ControlRequest, timeout: float
     ) -> control.ControlReply | None:
-        """Ask as `ask`; kill the worker if it answers that it is unfit, and must be replaced."""
+        """Ask as `ask` does; kill the worker if it answers that it is unfit, to be replaced."""
         answer = await self.ask(request, timeout)
         if isinstance(answer, control.Failed) and answer.unfit:
             await self.kill_unfit(answer.error)

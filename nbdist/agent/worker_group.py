@@ -40,7 +40,7 @@ HELD_TIMEOUT = 10.0  # seconds for a worker to list its groups; a slower worker'
 
 SILENT = "it did not answer while the group was formed"
 ABORT_ANSWER_TIMEOUT = 1.0  # seconds for which `abort` waits for the workers' answers
-HUNG_ABORT_TIMEOUT = 75.0  # seconds for a worker to answer; an abort of nccl may take it 60
+HUNG_ABORT_TIMEOUT = 75.0  # seconds for a worker to answer; an abort of nccl may take 60 s
 CHECK_TIMEOUT = 1.0  # seconds for a worker to list missing libraries; a later list is ignored
 
 
@@ -221,7 +221,7 @@ class WorkerGroup:
         for worker in survivors:
             worker.set_world(spec)
         new = {rank: self._make_worker(spec, rank, plan.groups or {}) for rank in missing}
-        # In the order of ranks, because reports about all workers follow the order of this dict.
+        # Sort the workers by rank, because reports about all workers follow the order of this dict.
         self.all = dict(sorted({**self.all, **new}.items()))
         forms = {each: self._form_request(plan, each.rank) for each in survivors}
         problem = await self._form_groups(forms, [*new.values()])

@@ -152,7 +152,7 @@ class WorkerOutput:
     def _emit_ready(self) -> None:
         for item in self._merger.pop_ready(time.monotonic()):
             self.emit(item)
-        if self._merger.queue and self._retry is None:  # retry: the next message may be lost
+        if self._merger.queue and self._retry is None:  # the next message in order may be lost
             self._retry = asyncio.get_running_loop().call_later(LOST_AFTER, self._emit_late)
 
     def _emit_late(self) -> None:
@@ -230,7 +230,7 @@ class Merger(Generic[M]):
                 self._add(piece)
 
     def receive_stderr(self, data: bytes) -> None:
-        """Add bytes from file descriptor 2, which are not ordered with those of descriptor 1.
+        """Add bytes from file descriptor 2; their order relative to descriptor 1 is not known.
 
         The text of these bytes is put before the first message that has yet to arrive.
         """

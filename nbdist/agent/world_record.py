@@ -59,7 +59,7 @@ class WorldRecord:
 
     @property
     def running_task(self) -> messages.RunTask | None:
-        """The task that was sent last of those in progress, or None."""
+        """The newest task in progress, or None."""
         return next((t.run for t in reversed(self._tasks.values()) if t.running), None)
 
     @property
@@ -284,7 +284,7 @@ class _TaskRecord:
     running: set[int]
     began: float = field(default_factory=time.monotonic)
     began_ns: int = field(default_factory=time.time_ns)
-    ended: dict[int, float] = field(default_factory=dict)  # by rank, on the monotonic clock
+    ended: dict[int, float] = field(default_factory=dict)  # by rank: monotonic time of its end
     backlog: Backlog = field(default_factory=Backlog)
     # Where ranks were when they were last located, and where ranks waited that were then released.
     places: Mapping[int, RankPosition] = field(default_factory=dict)
@@ -316,7 +316,8 @@ class _TaskRecord:
     def fail(self, rank: int, task_id: str, error: Failure | Died) -> None:
         """Record how a rank failed in this task, or how it died after the task.
 
-        Later failures of a rank, failures in other tasks, and those beyond the limit are ignored.
+        Later failures of a rank, failures in other tasks, and failures beyond the limit
+        (`MAX_RANK_FAILURES`) are ignored.
         """
         if task_id in ("", self.run.id) and len(self.troubles) < MAX_RANK_FAILURES:
             kept = shortened(error, has_lines=len(self.troubles) < WITH_LINES)
