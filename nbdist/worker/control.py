@@ -64,7 +64,7 @@ class ControlThread:
         self._kernel = kernel
         self._start = start
         self._group: Group | None = kernel.group
-        self._loop = asyncio.get_event_loop()  # of the main thread, which makes this object
+        self._loop = asyncio.get_event_loop()  # the loop of the main thread, which runs this line
         self._probe = Probe(kernel.group)
         self._consult_future: Future[control.ControlReply] | None = None
         self._late_answer: tuple[TypingQuestion, int, float, control.ControlReply] | None = None

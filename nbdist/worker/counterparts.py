@@ -106,7 +106,7 @@ class Counterparts:
         return arrived
 
     def accept(self, arrived: ReceivedMessage) -> None:
-        """Register the new objects of a message by key, and make its changes of older objects.
+        """Register the new objects of a message by key, and apply its changes to older objects.
 
         `read` has made the message. The variables are not bound.
         """

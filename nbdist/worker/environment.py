@@ -297,7 +297,7 @@ class OwnModules(MetaPathFinder):
     """
 
     def __init__(self) -> None:
-        # By module, the time when its import began, in ns since 1970. `_find_edited` removes them.
+        # By module, when its import began, in ns since 1970. `_find_edited` removes the entries.
         self._import_starts: dict[str, int] = {}
         self._sources: dict[str, ModuleSource] = {}
         self._is_reloading = False

@@ -194,7 +194,7 @@ class WorkerKernel(IPythonKernel):
     async def _perform(self, work: Work, context: Context) -> tuple[BaseException | None, Any]:
         """Run a cell or an op; return the exception that it raised, or None, and its value.
 
-        The value of a cell is that of its last expression. Raises KeyboardInterrupt if Stop
+        The value of a cell is the value of its last expression. Raises KeyboardInterrupt if Stop
         interrupts IPython before or after the cell's own code.
         """
         # Packed arguments may refer to objects that `end_idle` drops. So for a call with packed
@@ -350,7 +350,7 @@ class WorkerApp(IPKernelApp):
         return session
 
     def init_iopub(self, context: Any) -> None:
-        """Let zmq queue any number of output messages; by default it drops those beyond 1,000."""
+        """Let zmq queue any number of output messages; by default zmq drops all beyond 1,000."""
         context.sndhwm = 0
         publish_without_port()
         super().init_iopub(context)

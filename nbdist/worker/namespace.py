@@ -257,7 +257,7 @@ class Namespace:
         return [each for each in dict(self._names).items() if not _is_system_name(each[0])]
 
     def import_paths(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the import paths of those names that are modules, functions or classes.
+        """Return by name the import paths of modules, functions and classes among `names`.
 
         A path such as `torch.nn:Linear` is "" if importing it would not give the object. Functions
         and classes that cells have defined are left out.

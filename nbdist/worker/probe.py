@@ -61,7 +61,7 @@ class Probe:
     """Locates the main thread and its collectives, fast enough for ten calls a second."""
 
     def __init__(self, group: Group | None) -> None:
-        self._loop = asyncio.get_event_loop()  # of the main thread, which makes this object
+        self._loop = asyncio.get_event_loop()  # the loop of the main thread, which runs this line
         self._group = group
         self._ident = threading.main_thread().ident or 0
         self._recording = Recording()
@@ -177,9 +177,9 @@ class Probe:
         """Return a name for the main thread's wait for ranks; "" if it does not wait for ranks.
 
         The name is mostly torch's name of a collective. With gloo the thread waits for ranks if it
-        waits in a group's store. It also does if it waits in a futex (a lock of Linux), and a
-        collective has begun or the thread has called a function of torch.distributed. Flight
-        Recorder alone would not do, because it does not record sends.
+        waits in a group's store. It also waits for ranks if it waits in a futex (a lock of Linux),
+        and a collective has begun or the thread has called a function of torch.distributed. Flight
+        Recorder alone does not show this, because it does not record sends.
         """
         if self._group is None:
             return ""
@@ -370,9 +370,9 @@ def is_handling_stop(ident: int) -> bool:
 def write_stacks_to(path: str) -> None:
     """Open a file by which the agent can read this thread's stack, also after a crash.
 
-    Its first line is the thread's `CallLayout`, by which the agent reads the stack in memory. The
-    line is empty for an unknown version of Python. If the process crashes, faulthandler writes the
-    stack to the file.
+    The file's first line is the thread's `CallLayout`, by which the agent reads the stack in
+    memory. The line is empty for an unknown version of Python. If the process crashes, faulthandler
+    writes the stack to the file.
     """
     file = open(path, "ab", buffering=0)  # noqa: SIM115 (it stays open until the process exits)
     _open.append(file)

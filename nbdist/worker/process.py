@@ -51,8 +51,8 @@ class BadEnvironment(Exception):
 def die_with_parent(parent_pid: int) -> None:
     """Make Linux kill this process when its parent exits, so that no worker outlives its agent.
 
-    A forked process first waits until the agent is its parent, which it is once the process between
-    the two has exited. If the process `parent_pid` does not become the parent, this process exits.
+    A forked process first waits until the process between the agent and itself has exited: then the
+    agent is its parent. If the process `parent_pid` does not become the parent, this process exits.
     """
     poll_until(lambda: os.getppid() == parent_pid)
     if not signal_on_parent_exit(signal.SIGKILL, parent_pid):
@@ -287,7 +287,7 @@ os.register_at_fork(
 # The lowest descriptor for nbdist's own use: programs may close or write to all low descriptors.
 FIRST_PRIVATE = 200
 
-# By descriptor 1 or 2, nbdist's own duplicate of it: cells may close 1 and 2.
+# nbdist's own duplicates of the descriptors 1 and 2, which cells may close.
 _duplicates = {1: 1, 2: 2}
 _own_streams: dict[StreamName, io.TextIOWrapper] = {}
 
@@ -317,15 +317,15 @@ def write_mark(token: str, value: Mark) -> None:
 
 
 def flush_streams() -> None:
-    """Flush Python's and C's stdout and stderr, and restore those that a cell has removed."""
+    """Flush Python's and C's stdout and stderr, and restore streams that a cell has removed."""
     for name, stream in _own_streams.items():
         if getattr(sys, name) is None:  # a cell has removed it, and no further cell could run
             setattr(sys, name, stream)
         with suppress(Exception):
             getattr(sys, name).flush()
     flush_c_streams()
-    # Reopen descriptor 1 or 2 if a cell has closed it: the next file that is opened would get this
-    # number, and then the output of cells.
+    # Reopen descriptor 1 or 2 if a cell has closed it. Otherwise the next file that is opened would
+    # get the descriptor's number, and then the output of cells.
     for fd, duplicate in _duplicates.items():
         try:
             os.fstat(fd)

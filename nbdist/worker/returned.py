@@ -126,7 +126,7 @@ def as_before_fsdp(module: Any) -> tuple[type, dict[str, Any] | None]:
     kind = type(module)
     if isinstance(module, dist_class("fsdp", "FSDPModule")):
         kind = seam.class_before_fsdp(kind)
-        # Shard parameters again that a forward has gathered: until then they are no DTensors.
+        # Shard parameters again that a forward has gathered: gathered parameters are no DTensors.
         module.reshard()
     make, _, state, *more = module.__reduce_ex__(2)
     if make is not copyreg.__newobj__ or any(more) or not isinstance(state, dict):  # type: ignore[attr-defined]
@@ -137,7 +137,7 @@ def as_before_fsdp(module: Any) -> tuple[type, dict[str, Any] | None]:
 # --- last values of cells, kept until the notebook asks for them ------------------------------
 
 MAX_KEPT_RESULTS = 16
-MAX_KEPT_BYTES = 1 << 30  # of all kept values of a rank; the newest value stays at any size
+MAX_KEPT_BYTES = 1 << 30  # the limit for all kept values of a rank; the newest value always stays
 REPLACED = (
     f"is gone: a rank keeps the newest {MAX_KEPT_RESULTS} big results, "
     f"{size_text(MAX_KEPT_BYTES)} in all"

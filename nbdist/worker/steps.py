@@ -45,7 +45,7 @@ class StepCounter:
     """
 
     def __init__(self) -> None:
-        self._ident = 0  # the main thread's, once the hooks are registered
+        self._ident = 0  # the main thread's identifier, once the hooks are registered
         self._lock = threading.Lock()
         self._deferral: threading.Timer | None = None
         self._succeeded_task = ""  # the id of the last task, once it has ended without an error

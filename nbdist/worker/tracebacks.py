@@ -222,7 +222,7 @@ def without_nbdist(tb: TracebackType | None) -> TracebackType | None:
 
 
 def cell_part(tb: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without its first calls, by which IPython has run the cell."""
+    """Return a traceback without its first calls, in which IPython runs the cell."""
     while tb is not None and IN_IPYTHON in tb.tb_frame.f_code.co_filename:
         tb = tb.tb_next
     return tb

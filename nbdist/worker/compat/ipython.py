@@ -2,7 +2,7 @@
 
 The files of `nbdist.worker` call these functions and classes. They were tried with IPython 7.34 to
 9.18 and ipykernel 6.17 to 7.4. pdb reads commands by `input()`, so the debugger's prompt is shown
-in the notebook like that of any `input()`.
+in the notebook like the prompt of any `input()`.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def write_cache_whole(cache: Any) -> None:
 # --- the debugger --------------------------------------------------------------------------
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
-# Packages whose calls are above those of a cell or script on the stack.
+# Packages whose calls are above the calls of a cell or script on the stack.
 OUTER_PACKAGES = (
     "IPython",
     "ipykernel",

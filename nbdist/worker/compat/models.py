@@ -145,7 +145,7 @@ def sharding_of(module: Any) -> tuple[int, Any, dict[str, Any], dict[str, Any]]:
     """Return how an FSDP2 module was sharded: an id of the call, the mesh, options and settings.
 
     The options are arguments of `fully_shard`, and the settings were set on the module since. If
-    the module has no parameters, the mesh is that of an inner module.
+    the module has no parameters, the mesh of an inner module is returned.
     """
     state = module._get_fsdp_state()
     inside = [group for inner in module.modules() for group in _fsdp_groups(inner)]

@@ -63,7 +63,7 @@ class Adapter(ABC):
     max_generations: int | None
     """How often a group can be connected, counting the first time; None if there is no limit."""
 
-    # Whether the numbers of a group's collectives go on, and not begin again, after `renew`.
+    # Whether the numbers of a group's collectives continue after `renew`, and do not begin again.
     keeps_numbering: bool
 
     @abstractmethod
@@ -207,7 +207,7 @@ class Nccl2(Adapter):
                 backend.reconfigure(options).wait()
             except RuntimeError as error:
                 # torch raises a plain RuntimeError both for errors between ranks, such as a dead
-                # rank, and for errors of this rank's GPU. Make the former a DistBackendError.
+                # rank, and for errors of this rank's GPU. Replace it if the error is between ranks.
                 if type(error) is not RuntimeError or OF_OWN_GPU.search(str(error)):
                     raise
                 raise dist.DistBackendError(str(error)) from error
@@ -241,7 +241,7 @@ class Nccl2(Adapter):
         return bytes(c10d._dump_fr_trace_json(True, active, "nccl2"))  # type: ignore[attr-defined]  # noqa: FBT003
 
     def pending(self) -> list[dict[str, Any]]:
-        # Leave out collectives that torch has retired at once: it does not record when they end.
+        # Leave out collectives that torch has retired at once: torch does not record their end.
         return [entry for entry in super().pending() if not entry["retired"]]
 
 

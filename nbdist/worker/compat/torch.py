@@ -248,8 +248,8 @@ def gloo_options(device: Any, threads: int, timeout: timedelta | None, *, renewa
 def renew(backend: Any, store: Any, rank: int, size: int, number: int, timeout: timedelta) -> None:
     """Connect a renewable gloo backend to the other ranks, which must do the same.
 
-    The ranks meet in the store, under a `number` that was not used there before. Raises
-    RuntimeError if ranks do not come; then the backend stays as it was.
+    The ranks meet in the store, under a `number` that was not used there before. If ranks do not
+    come, raises RuntimeError, and the backend stays as it was.
     """
     options = exchange_handles(backend, store, rank, size, number, timeout)
     backend.reconfigure(options).wait()

@@ -64,7 +64,7 @@ class DefaultGroup:
     def restore(self) -> bool:
         """Make the world's group the default group, if it is not.
 
-        Return True if another default group was destroyed, which user code had made.
+        Return True if a default group that user code had made was destroyed for this.
         """
         if self.is_in_place:
             return False
@@ -148,7 +148,7 @@ class DefaultGroup:
         if not self._task:
             return torch_name
         # Only the members of a group with a hashed name call this function for the group. So they
-        # count the groups with the same members: their counts of all groups may differ.
+        # count only the groups with the same members, as their counts of all groups may differ.
         prefix = f"{self._task}.{'_'.join(map(str, ranks))}" if use_hashed_name else self._task
         self._name_counts[prefix] += 1
         return f"{prefix}.{self._name_counts[prefix]}"

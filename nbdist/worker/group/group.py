@@ -105,8 +105,8 @@ class Group:
     def abandon_in_child(self) -> None:
         """In a forked child forget all groups, and close sockets that the child has inherited.
 
-        These are gloo's listener, the connections that gloo has accepted, and idle connections to
-        the agent.
+        The sockets are gloo's listener, the connections that gloo has accepted, and idle
+        connections to the agent.
         """
         self._default.abandon_in_child()
         self._gloo.abandon_in_child()
@@ -145,9 +145,9 @@ class Group:
     def reached_beyond(
         self, ranks: Collection[int], before: Mapping[str, tuple[int, tuple[int, ...]]]
     ) -> tuple[int, ...]:
-        """Return the members outside of `ranks` of groups with new collectives of this rank.
+        """Return the members, outside of `ranks`, of groups in which this rank began collectives.
 
-        `before` is what `count_beyond` returned before the collectives.
+        `before` is the result of `count_beyond` from before these collectives.
         """
         now = self.count_beyond(ranks)
         reached = (on for n, (count, on) in now.items() if count > before.get(n, (0, ()))[0])
@@ -351,7 +351,7 @@ class Group:
     def _comparing(self, backend: Any, side: GroupSide, generation: int) -> Any:
         """Return the backend itself, or at debug level DETAIL a wrapper around it.
 
-        Before each collective the wrapper compares the collective with those of the other ranks.
+        Before each collective the wrapper compares the calls of all ranks.
         """
         if not seam.compares():
             return backend
@@ -394,7 +394,7 @@ class Group:
         return len(backends)
 
     def _nccl_backends(self) -> list[Any]:
-        """Return the nccl backends of this rank's groups, and those that stand in for groups."""
+        """Return the nccl backends of this rank's groups, and backends that stand in for groups."""
         groups = chain([self._default.group], self._default.subgroups().values())
         backends = chain(map(nccl.nccl_of, groups), self._stand_ins)
         return [each for each in backends if each is not None and each.name() in nccl.ADAPTERS]

@@ -195,8 +195,8 @@ def wait_for_device(line: int) -> None:  # the probe reads `line` in this functi
 class Pending:
     """How many collectives of nccl have begun and not ended, and the name of the newest of them.
 
-    `number` is the time when the newest was begun, in nanoseconds. So it differs between
-    collectives.
+    `number` is the time when the newest was begun, in nanoseconds. So each collective has another
+    number.
     """
 
     count: int = 0

@@ -48,7 +48,7 @@ LookOver = Callable[[], None]
 STORE_WAIT_ABORTED = "Connection closed by peer: it waited in the store and was released"
 """The message if a wait in the store is aborted.
 
-The message begins like that of gloo after an abort, so that both are recognised alike.
+The message begins like gloo's message after an abort, so that both are recognised alike.
 """
 
 
@@ -235,7 +235,7 @@ class AbortableStore(_PythonStore):
     def check_abort(self) -> None:
         """Raise ConnectionResetError if the store was aborted, or its `Meeting` called off."""
         path = self.meeting.cancel_path
-        # Do not raise RuntimeError: after some of these torch would wait again.
+        # Do not raise RuntimeError: after some errors of this class torch would wait again.
         if self._aborted.is_set() or (path is not None and path.exists()):
             raise ConnectionResetError(STORE_WAIT_ABORTED)
 

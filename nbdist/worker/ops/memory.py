@@ -73,8 +73,8 @@ PEAKS = Peaks()  # a single object, because a process runs one cell at a time
 
 # --- measuring --------------------------------------------------------------------------
 
-# Seconds after which a search ends. If a rank has a million tensors, the report has those found by
-# then.
+# Seconds after which a search ends. If a rank has a million tensors, the report has the tensors
+# that were found by then.
 SEARCH_SECONDS = 2.0
 
 
@@ -86,8 +86,8 @@ def memory(context: Context) -> Memory:
 def measure(shell: Any, seconds: float, raised: BaseException | None = None) -> Memory:
     """Measure memory as a whole, and for up to `seconds` search what holds it.
 
-    The search goes through variables, then through tracebacks, also that of the exception `raised`,
-    and then through values that cells have shown.
+    The search goes through variables, then through tracebacks, with the traceback of the exception
+    `raised`, and then through values that cells have shown.
     """
     search, hidden, kept = Search(seconds), shell.user_ns_hidden, list[NameMemory]()
     # Leave out IPython's own names. The names of shown values come last, as `Out[n]`.
@@ -297,7 +297,7 @@ class Search:
         return self._searched < MAX_SEARCHED_OBJECTS
 
     def _record(self, name: str, value: Any, depth: int) -> None:
-        """Record the memory of a value, without that of the objects in it.
+        """Record the memory of a value, without the memory of the objects in it.
 
         For `_Several` record one entry for all its tensors.
         """

@@ -44,7 +44,7 @@ from nbdist.worker.tracebacks import contents_of, failure_of, message_of
 
 WORKER_PREFIX = os.path.dirname(os.path.dirname(__file__)) + os.sep
 PYTHON_PREFIXES = tuple({prefix + os.sep for prefix in (sys.prefix, sys.base_prefix)})
-# Files whose calls come before those of a script. Such calls are left out of tracebacks.
+# Files whose calls come before a script's own calls. These files are left out of tracebacks.
 RUNNERS = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 # If the results have this many bytes, `map_items` sends them, even if this rank has items left.
 ENOUGH_RESULTS = 4 << 20
@@ -298,7 +298,7 @@ def _group_pids() -> set[int]:
 # --- functions of the notebook, and the debugger -----------------------------------------
 
 # Modules that every worker binds. If the caller has bound other modules to these names, calls use
-# the caller's.
+# the caller's modules.
 READY_MODULES = ("torch", "dist")
 _left: dict[str, Any] = {}  # names that stayed bound after earlier calls, with their values
 

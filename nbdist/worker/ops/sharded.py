@@ -229,7 +229,7 @@ def _shard(sharding: Sharding, modules: Sequence[Any]) -> None:
 
 
 def _parameters(module: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield each parameter that `fully_shard` shards with a module, with its module and name.
+    """Yield (module, name, parameter) for each parameter that `fully_shard` shards with a module.
 
     Inner modules that were sharded by another call are left out.
     """

@@ -304,7 +304,7 @@ def bind(context: Context, *, names: Sequence[str] | None, with_random: bool) ->
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Set random states, so that the next random numbers are those after the snapshot."""
+    """Set random states, so that the next random numbers are as they were after the snapshot."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if "numpy" in states:
