@@ -368,7 +368,7 @@ def make_code(python: tuple[int, int], filename: str, *parts: Any) -> types.Code
 def fill_function(function: types.FunctionType, state: Any) -> None:
     """Set the details and attributes of a function that was unpickled without them.
 
-    Also set the values of captured variables, except those that were not sent.
+    Also set the captured variables, except variables whose values were not sent.
     """
     values, (attributes, details, _) = state
     for cell, contents in zip(function.__closure__ or (), values, strict=True):

@@ -113,7 +113,7 @@ class _Known:
     def __init__(self, links: Links, sent: Collection[int]) -> None:
         self._by_id = links.by_id
         entries = links.by_id.copy().items()
-        # By id of the object.  Keys of objects that end later stay here.
+        # The key of each known object, by the object's id.  The entry stays if the object ends.
         self.keys = {number: entry.key for number, entry in entries if entry.key in sent}
         self._stand_ins: dict[int, int] = {}
 
@@ -319,8 +319,8 @@ def write(
 ) -> ValueMessage:
     """Pickle values and updates for ranks that have the objects whose keys are in `sent`.
 
-    The message lists its new objects, those with a key in `states` that is not in `sent`, so that
-    the receiver can register them.  Raises any error that pickling raises.
+    The message lists its new objects, which have a key in `states` that is not in `sent`, so that
+    the receiver can register these objects.  Raises any error that pickling raises.
     """
     kind = _ReferringPickler if sent else _LinkedPickler
     pickler = kind(namespace, links, _Known(links, sent), sent)

@@ -225,8 +225,9 @@ class Links:
     def drop_unused(self, before_drop: Callable[[Sequence[LinkEntry]], None] | None = None) -> None:
         """Drop objects to which only this table refers.
 
-        This is repeated, since objects that only a dropped object kept alive are unused then.
-        `before_drop` is called with the entries of the unused objects before they are dropped.
+        Repeat this until no object is unused, since an object may be unused once another object,
+        the only one that referred to it, is dropped.  `before_drop` is called with the entries of
+        the unused objects before they are dropped.
         """
         self.has_dead = False
         while True:

@@ -28,7 +28,7 @@ V = TypeVar("V")
 
 # --- segments --------------------------------------------------------------------------------
 
-# Each frame begins at a multiple of this number of bytes: that of a cache line, which torch's
+# Each frame begins at a multiple of this number of bytes, the size of a cache line, as torch's
 # allocator and vector instructions prefer.
 ALIGNMENT = 64
 
@@ -239,10 +239,10 @@ INLINE_LIMIT = 64 * 1024
 class Payload(NamedTuple):
     """A pickled value: frames of the pickle (the first) and its out-of-band buffers (the others).
 
-    The frames of a small value are in `frames`, as a part of the message; those of a big value are
-    in a `segment` that the sender owns.  A value can contain payloads, too, whose segments the
-    reader must find on its machine: `within` has, for the path of each such segment in the pickle,
-    a segment that the reader can open.
+    The frames of a small value are in `frames`, as a part of the message.  The frames of a big
+    value are in a `segment` that the sender owns.  A value can contain payloads, too, whose
+    segments the reader must find on its machine: `within` has, for the path of each such segment in
+    the pickle, a segment that the reader can open.
     """
 
     frames: tuple[bytes, ...] = ()

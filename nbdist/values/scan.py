@@ -202,7 +202,7 @@ class Scan:
                     self.read([entry])
 
     def reach(self, tokens: Iterable[Token]) -> set[int]:
-        """Return the keys of the objects and memory that values with these tokens lead to."""
+        """Return the keys of the objects and memory to which values with these tokens lead."""
         return reachable_keys(self.states, (key for token in tokens for key in keys_in(token)))
 
     def _refer(self, entry: Any) -> Token:
@@ -773,7 +773,7 @@ def names_of_empty_tables() -> frozenset[str]:
 
 
 def _is_small(block: MemoryBlock) -> bool:
-    """Return True if all bytes of a block are read in each scan: it is small, and on the CPU."""
+    """Return True for a small, uncopied block on the CPU, of which each scan reads all bytes."""
     return block.size <= QUICK_BYTES and block.device == "cpu" and not block.copied
 
 

@@ -1,8 +1,8 @@
 """The state of an object (`ObjectState`), by which a process notices that the object has changed.
 
 The notebook and each rank read the states of the objects that they share (`nbdist.values.scan`).
-If an object refers to other objects, its state has only their keys, and not their contents.  So if
-one of these objects changes, only its own state changes.
+If an object refers to other objects, its state has only their keys, and not their contents.  So a
+change of an object changes the state of this object alone.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def own_attributes(value: Any) -> list[tuple[str, Any]]:
 
 
 def slots_of(kind: type) -> list[tuple[str, Any]]:
-    """Return (name, slot) for each slot of a class and of its bases that Python code has made."""
+    """Return (name, slot) for the slots that a class and its bases define in Python code."""
     return [
         (name, slot)
         for base in kind.__mro__
@@ -257,7 +257,7 @@ def has_python_reduce(kind: Any) -> bool:
 def is_its_attributes(value: Any) -> bool:
     """Return True if pickle reduces an instance to its class and unchanged attributes only.
 
-    Raises what pickling the instance raises.
+    Raises any error that pickling the instance raises.
     """
     kind = type(value)
     make, args, state, items, pairs, _ = listed(value.__reduce_ex__(5))

@@ -15,7 +15,7 @@ from nbdist.values.links import LinkEntry
 from nbdist.values.states import ATOMIC, MAX_PARTS, MAX_TEXT
 
 NO_PARTS = "no parts"
-"""What a state has in place of a `Parts` if an object has too many parts, or parts without a key.
+"""The `sample` of a state, in place of a `Parts`, for too many parts, or parts without a key.
 
 The mark keeps a scan from trying again to make a `Parts` for the object."""
 

@@ -233,14 +233,15 @@ _WRITERS: dict[str, Callable[..., Any]] = {
 def apply(value: Any, tool: str, data: Any, token: Callable[[Any], Token]) -> None:
     """Change an object in place by the contents of an update (`data`).
 
-    `token` is `Scan.token` on this rank, by which keys of a dict are compared with the notebook's.
+    `token` is `Scan.token` on this rank: keys of a dict are compared with the notebook's keys by
+    their tokens.
     """
     _APPLIERS[tool](value, data, token)
 
 
 def _apply_dict(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
     is_by_part, pairs, drops, order, factory, attributes = data
-    # Call methods of Python's class: those of a user's class may do more than store an item.
+    # Call methods of Python's class: a user's class may have methods that do more than store items.
     kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
     if not is_by_part:
         kind.clear(value)
