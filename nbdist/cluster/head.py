@@ -470,7 +470,8 @@ class Head:
     ) -> messages.Healed:
         """Change the number of ranks: to the requested number if the request is a `Scale`.
 
-        If the request is a `Grow`, use all machines that have joined.
+        If the request is a `Grow`, use the machines that have joined, for at most as many ranks as
+        the user has requested.
         """
         size, keep = before.world_size, tuple(range(before.world_size))
         try:

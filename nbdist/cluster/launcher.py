@@ -155,7 +155,7 @@ class AgentCommand(Child, LauncherProcess):
 
 SSH_CONNECT_TIMEOUT = 5  # seconds for a host to answer ssh
 ALIVE_EVERY = 15
-"""Seconds of silence after which ssh asks the host for an answer; ssh exits after three in vain.
+"""Seconds of silence after which ssh sends the host a request; ssh exits if three get no answer.
 
 If `link_timeout` is longer, ssh uses it instead: ssh must not exit before the head counts the host
 as lost.

@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class NodeLost(Exception):
-    """A node is lost, or did not answer in time; the message says which of these."""
+    """A node is lost, or did not answer in time; the message says which has happened."""
 
 
 class Node:
@@ -212,7 +212,7 @@ def _usable_slots(config: WorldConfig, nodes: Sequence[Node]) -> Slots:
 def place_new_world(spec: WorldSpec, config: WorldConfig, nodes: Sequence[Node]) -> WorldSpec:
     """Return `spec` with the number of ranks, their slots, the backend and MASTER_ADDR.
 
-    These follow from the options and the nodes. Raises NoSlots if the nodes have too little room.
+    They follow from the options and the nodes. Raises NoSlots if the nodes have too little room.
     """
     room, free = room_of(config, nodes), _usable_slots(config, nodes)
     size = len(free) if config.workers is None else config.workers

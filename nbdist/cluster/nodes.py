@@ -138,7 +138,7 @@ class NodePool:
     def _is_short(self) -> bool:
         """Whether nodes are missing: fewer are present than the user's maximum.
 
-        Without a maximum, nodes are missing if some of those that have joined are lost.
+        Without a maximum, nodes are missing if any node that has joined is lost.
         """
         # With `--salloc` the maximum does not count: if Slurm has granted fewer nodes, this is no
         # reason to ask for another allocation.

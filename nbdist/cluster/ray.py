@@ -215,7 +215,7 @@ Bundle = Mapping[str, float]
 
 
 class RayNode(NamedTuple):
-    """A node of the Ray cluster, with all its resources, also those in use."""
+    """A node of the Ray cluster, with all its resources, also resources in use."""
 
     name: str
     resources: Bundle

@@ -295,10 +295,10 @@ def addresses(preferred: str | None) -> tuple[str, ...]:
 
 
 def listen_addresses(preferred: str | None) -> tuple[str, ...]:
-    """Return the addresses at which to listen: `preferred`, or the interface's if it is one.
+    """Return the addresses at which to listen, for the address or interface `preferred`.
 
-    Return (), to listen at all addresses, if nothing is preferred, or if this machine lacks one of
-    the addresses.
+    Return (), which stands for all addresses, if nothing is preferred, or if this machine lacks one
+    of the addresses.
     """
     local = addresses(preferred) if preferred else ()
     return local if own_addresses().issuperset(local) else ()

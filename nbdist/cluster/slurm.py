@@ -331,7 +331,7 @@ CARRIED = frozenset(
 """Variables of the head that Slurm's commands pass on to the agents, besides `OF_SLURM`."""
 
 OF_SLURM = frozenset(("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CLUSTER_NAME", "SLURM_JWT"))
-"""Variables of Slurm that its commands need.
+"""Variables that Slurm's commands need.
 
 Other variables of Slurm are not passed on, since `srun` takes many of them as options: it could
 start too many agents.

@@ -60,7 +60,7 @@ class Ticket:
     """The addresses and keys by which an agent connects to the head of a world.
 
     By the keys, the head and its agents recognise each other and encrypt all messages (CurveZMQ,
-    RFC 26 of ZeroMQ). `server_key` is the head's public key, and `keys` are the agents'. Each
+    RFC 26 of ZeroMQ). `server_key` is the head's public key, and `keys` is the agents' pair. Each
     `NodeServer` makes new keys. Agents prefer the first of the `addresses`. `fork` says whether
     workers are forked, and `link_timeout` is how many seconds the head waits for a silent agent.
     """
@@ -301,8 +301,8 @@ def _run_agent(place: HeadAddress, key_file: str | None, number: int) -> int:
     address = _resolve(place)
     ticket = replace(_find_key(place, key_file), addresses=(address,), port=place.port)
     environ = safe_environ(agent_environ(os.environ), folders.current_folder())
-    # Start the agent in a new session, so that Ctrl-C does not interrupt it. It exits with its
-    # workers when its stdin is closed below.
+    # Start the agent in a new session, so that Ctrl-C does not interrupt the agent. The agent exits
+    # with its workers when its stdin is closed below.
     agent = subprocess.Popen(
         agent_command("", number), stdin=subprocess.PIPE, env=environ, start_new_session=True
     )
