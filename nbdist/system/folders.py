@@ -91,8 +91,8 @@ def open_private(path: str | Path, flags: int) -> int:
 def whole_file(path: Path, mode: int = 0o666, part: Path | None = None) -> Iterator[BinaryIO]:
     """Open a new file that replaces the file `path` when the context ends.
 
-    Until then the new file has the path `part`, by default that of a hidden file beside `path`.  If
-    an error leaves the context, the new file is removed, and `path` stays as it was.
+    Until then the new file has the path `part`, by default the path of a hidden file beside `path`.
+    If an error leaves the context, the new file is removed, and `path` stays as it was.
 
     Raises OSError.
     """

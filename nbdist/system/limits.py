@@ -283,8 +283,8 @@ class OomKills:
     """Finds out whether Linux has most likely killed a process for lack of memory.
 
     An `OomKills` compares the number of such kills (OOM kills) before and after the death.  The
-    number is that of the process's innermost control group that counts kills, or else of the whole
-    machine.
+    kills are counted in the process's innermost control group that counts kills, or else on the
+    whole machine.
     """
 
     def __init__(self, pid: int) -> None:

@@ -192,7 +192,7 @@ def schedule(pid: int, tid: int | str) -> Schedule:
 
 
 class OwnTime:
-    """Counts the seconds from now on, without those in which a process waits for a processor.
+    """Counts seconds from now on, but no seconds in which a process waits for a processor.
 
     The agent measures workers' timeouts by this time, so that a worker on a busy machine gets
     longer.  The longest wait of a thread counts as the process's wait, because all other threads
@@ -259,7 +259,7 @@ AGENT_GRACE = 20.0
 """Seconds for an agent to exit after its notebook: on busy cores the agent's imports take long."""
 
 STAYS_BYTE, LEAVES_BYTE, LONGEST_TOLD = b"s", b"l", 1 << 16
-"""What an agent sends its guard if it outlives its notebook, and if it does not.
+"""The bytes by which an agent tells its guard that it outlives its notebook, or that it does not.
 
 The last number is the capacity of the pipe in bytes."""
 
