@@ -392,7 +392,7 @@ FIRST_USAGE_DELAY = 1.0  # seconds into a task until usage is first read
 USAGE_INTERVAL = 2.0  # seconds between reports
 COUNT_TIMEOUT = 1.0  # seconds for a count of pages, and for reading GPUs
 MIN_COUNT_SECONDS, LARGEST_SHARE = 10.0, 0.005
-"""The least seconds for which a count of pages is used, and the most of a core for counting."""
+"""Seconds for which a count of pages is used at least, and the share of a core to count at most."""
 
 
 class UsageWatch:

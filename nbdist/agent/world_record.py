@@ -21,9 +21,9 @@ from nbdist.wire.queries import Inspection, ReportedFailure, TaskSummary
 from nbdist.wire.work import task_from
 
 TEXT_OF_ALL, TEXT_AT_LEAST = 256 << 20, 1 << 16
-"""Characters of text to replay: of all ranks together, and the least of one rank.
+"""Characters of text that are kept to replay: of all ranks together, and of each rank at least.
 
-A rank's share is at most `TEXT_KEPT`."""
+Of each rank at most `TEXT_KEPT` are kept."""
 
 Changing = messages.StartWorld | messages.StopWorld | messages.Heal | messages.Scale | messages.Grow
 """The calls after which the world may have other workers."""
@@ -266,7 +266,7 @@ class WorldRecord:
 
 MAX_RECORD_LINES, MAX_RECORD_LINE_LENGTH, MAX_RECORD_MESSAGE_LENGTH = 60, 400, 2000
 WITH_LINES, MAX_RANK_FAILURES = 8, 256
-"""How many failed ranks are kept with the lines of their errors, and how many at all.
+"""How many failed ranks are kept with the lines of their errors, and how many in all.
 
 The first to fail are kept: probably the rank whose failure caused the others is among them."""
 

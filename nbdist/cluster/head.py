@@ -326,7 +326,7 @@ class Head:
         sent, and each acknowledgement is passed to the sender.
         """
         for rank, task, output in outputs.items:
-            if node is None:  # for the outputs of a node, the node has sent `Observed` before
+            if node is None:  # a node has itself sent `Observed` for its outputs
                 self._notebook.observe(rank, task, output)
             if isinstance(output, Done | Died) and self._task_of.get(rank) == task:
                 del self._task_of[rank]

@@ -66,7 +66,8 @@ def nearest_folder(path: str) -> str:
 def make_private(folder: Path) -> None:
     """Make a folder, and missing folders above it, that only this user can open.
 
-    Existing folders stay as they are.  Raises OSError, but not if a file has the folder's name.
+    Existing folders stay as they are, and so does a file with the folder's name, which is no error
+    here.  Raises OSError if a folder cannot be made.
     """
     if not folder.is_dir():
         make_private(folder.parent)

@@ -174,8 +174,9 @@ def control_groups(
 ) -> Iterator[ControlGroup]:
     """Yield a process's control groups that may have this controller, innermost first.
 
-    A controller, such as "memory", is in version 1 or in version 2.  Groups of version 2 are
-    yielded in any case; if version 1 has the controller, they lack the controller's files.
+    A machine has a controller, such as "memory", either in version 1 of control groups or in
+    version 2.  Groups of version 2 are yielded in both cases.  If version 1 has the controller, the
+    folders of version 2 have no files of the controller.
     """
     try:
         entries = (proc / str(pid) / "cgroup").read_text().splitlines()

@@ -297,7 +297,7 @@ _OF_ONE_PROCESS = frozenset(
         "wandb.sdk.wandb_run.Run",
     }
 )
-"""Classes of process-bound objects, which have the number of processes and of their own process.
+"""Classes of process-bound objects, which know their process's rank and the number of processes.
 
 On a rank, the notebook's object would say that it is process 0 of 1.
 """

@@ -43,7 +43,7 @@ The C code of pickle would read all bytes first; smaller pickles take only some 
 
 
 class ValueMessage(NamedTuple):
-    """A message for a rank; `size` has its bytes, `keys` the keys that are new to the rank."""
+    """A message for a rank, of `size` bytes; `keys` are the keys that are new to the rank."""
 
     frames: Sequence[Buffer]
     size: int

@@ -109,7 +109,10 @@ class Segment(_Open):
 
     @classmethod
     def of_another(cls, ref: SegmentRef) -> Segment:
-        """Open another process's segment, to keep it after its owner; raises `SegmentGone`."""
+        """Open another process's segment, to keep it when its owner closes it.
+
+        Raises SegmentGone.
+        """
         return cls(open_file(ref), ref.sizes)
 
 

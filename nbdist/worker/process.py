@@ -319,7 +319,7 @@ def write_mark(token: str, value: Mark) -> None:
 def flush_streams() -> None:
     """Flush Python's and C's stdout and stderr, and restore streams that a cell has removed."""
     for name, stream in _own_streams.items():
-        if getattr(sys, name) is None:  # a cell has removed it, and no further cell could run
+        if getattr(sys, name) is None:  # a cell has removed it, and without it no cell could run
             setattr(sys, name, stream)
         with suppress(Exception):
             getattr(sys, name).flush()

@@ -324,8 +324,10 @@ def reset_interrupted_steps() -> None:
 def move_models(before: ProcessGroup, after: ProcessGroup) -> None:
     """Move DDP modules from the group `before` to `after`, the new default group.
 
-    The modules get new reducers, so that all ranks have the same buckets. A model that has made a
-    step has other buckets than a new model, and ranks would add gradients of different parameters.
+    The modules get new reducers, so that all ranks have the same buckets. With the old reducers, a
+    model that has made a step would have other buckets than a new model on another rank, and the
+    ranks would add gradients of different parameters.
+
     A module on a stale subgroup (`refuse_stale`) raises an error in its forward from now on: its
     reducer calls the group in C++, where no call can be checked.
     """

@@ -76,6 +76,7 @@ class Group:
         # This store stays the same whenever the group is formed again, because torch keeps it for
         # the `new_group` of user code.
         self._shared = AbortableStore(Meeting(self._store_of(0, WORLD)))
+        # The backends of groups for which this rank has no object (`_connect_others`).
         self._stand_ins: list[Any] = []
         self.is_whole = True
         self.task_began_ns = 0
@@ -394,7 +395,7 @@ class Group:
         return len(backends)
 
     def _nccl_backends(self) -> list[Any]:
-        """Return the nccl backends of this rank's groups, and backends that stand in for groups."""
+        """Return the nccl backends of this rank's groups, and those of `_stand_ins`."""
         groups = chain([self._default.group], self._default.subgroups().values())
         backends = chain(map(nccl.nccl_of, groups), self._stand_ins)
         return [each for each in backends if each is not None and each.name() in nccl.ADAPTERS]

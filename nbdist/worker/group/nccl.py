@@ -175,7 +175,7 @@ def _progress_of(adapter: seam.Adapter) -> Callable[[], bool]:
 
 
 class _Claimed(AbortableStore):
-    """Has a `compare_set` for nccl2, even if the meeting's store has none, as the store of etcd.
+    """Has a `compare_set` for nccl2, even if the meeting's store has none, like the store of etcd.
 
     This `compare_set` is not atomic. It need not be, because only rank 0 calls it, once for each
     number that a group claims.
@@ -333,7 +333,7 @@ class Recording:
                 by_number[number] = counts
             elif torch_seam.RENEWS_GLOO:
                 # torch's counters of a backend that was reconnected are wrong until the backend has
-                # completed a collective. Until then count the entries.
+                # completed a collective. Until then count Flight Recorder's entries for it.
                 if status[done] != before[done] and counts.unfinished >= 0:
                     by_number[number] = counts
                 else:

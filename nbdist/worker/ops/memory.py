@@ -240,7 +240,7 @@ MAX_ENTRIES = 10_000  # entries of a container that are searched; fewer if time 
 SEVERAL = 8  # if a container has more tensors, they are shown as one entry
 MAX_LISTED_DEPTH = 8  # attributes and indices in a shown name, such as `model.layers[0]`
 LEAST_INSIDE = 1 << 10
-"""The least bytes of an array in an object that are shown: libraries' objects have small arrays."""
+"""Bytes. In objects, smaller arrays are not shown, because libraries' objects have many of them."""
 
 LARGE_BYTES = 1 << 20  # the least size of a `bytes` object that is shown
 
