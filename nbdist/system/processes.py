@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, NoReturn
 
@@ -495,6 +495,17 @@ def last_lines_of(log: BinaryIO) -> list[str]:
     return log.read().decode(errors="replace").splitlines()
 
 
+def without_debugger() -> AbstractContextManager[None]:
+    """Start processes in the returned context that a debugger of this process does not follow.
+
+    While a debugger such as JupyterLab's is on, debugpy (its part pydevd) changes the command line
+    of each Python program that this process starts: the program then waits until the debugger's
+    front end attaches to it, which JupyterLab never does.
+    """
+    pydevd = sys.modules.get("_pydev_bundle.pydev_monkey")  # None if nothing is debugged here
+    return getattr(pydevd, "skip_subprocess_arg_patch", nullcontext)()  # type: ignore[no-any-return]
+
+
 class Child:
     """A command that runs on this machine, in a session of its own, with a log file.
 
@@ -521,15 +532,16 @@ class Child:
         try:
             # A new session, because Stop sends SIGINT to all processes in the notebook's process
             # group.
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=self._log if stdout is None else stdout,
-                stderr=self._log,
-                env=environ,
-                cwd=folder,
-                start_new_session=True,
-            )
+            with without_debugger():
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=self._log if stdout is None else stdout,
+                    stderr=self._log,
+                    env=environ,
+                    cwd=folder,
+                    start_new_session=True,
+                )
         except OSError:
             self._log.close()
             raise

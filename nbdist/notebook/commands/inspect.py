@@ -42,7 +42,7 @@ from nbdist.output.html_parts import (
 from nbdist.output.text import whole_text
 from nbdist.output.wording import lines_text
 from nbdist.system.folders import current_folder
-from nbdist.system.processes import MODULE_OPTIONS, safe_environ
+from nbdist.system.processes import MODULE_OPTIONS, safe_environ, without_debugger
 from nbdist.topology import parse_ranks
 from nbdist.wire.log_files import GetLogs, LogTail, read_logs
 from nbdist.wire.messages import GetRefused, GetStacks, GetStatus
@@ -205,15 +205,16 @@ def doctor_report() -> CommandOutput:
     Raises UsageError if the process has not ended after DOCTOR_TIMEOUT seconds.
     """
     try:
-        done = subprocess.run(
-            [sys.executable, *MODULE_OPTIONS, "nbdist.terminal", "doctor"],
-            env=safe_environ(os.environ, current_folder()),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=DOCTOR_TIMEOUT,
-        )
+        with without_debugger():
+            done = subprocess.run(
+                [sys.executable, *MODULE_OPTIONS, "nbdist.terminal", "doctor"],
+                env=safe_environ(os.environ, current_folder()),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=DOCTOR_TIMEOUT,
+            )
     except subprocess.TimeoutExpired:
         raise UsageError(
             f"`nbdist doctor` has not ended after {DOCTOR_TIMEOUT:g} s; run it in a terminal, "
