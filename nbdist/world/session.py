@@ -227,10 +227,12 @@ class Session(Workers):
             return ""
         reported_damage = running.damage
         running.give_up_at, stops = time.monotonic() + LATE_TIMEOUT, running.stops
+        running.handled_stops = stops  # an earlier Stop was meant for an earlier cell
         newest: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)
         for outputs in self.follow(running):
             newest += outputs
             if running.stops > stops:
+                running.handled_stops = running.stops
                 break
         running.return_outputs(newest)
         if running.stops > stops:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from nbdist.config import Patience, WorldConfig
+from nbdist.config import CONTROL_TIMEOUT, Patience, WorldConfig
 from nbdist.errors import ScaleError, UsageError, WorkerError, WorldBusy, WorldNotStarted
 from nbdist.output.events import Done
 from nbdist.wire.messages import Kill, Located, RequestLocations
@@ -315,6 +315,20 @@ def test_a_second_stop_gives_control_back(ready: World, tmp_path: Path) -> None:
     (tmp_path / "open").touch()
     assert ready.gather("kept") == [0, 1]
     assert not running.unfinished
+
+
+def test_a_stop_in_the_next_cell_interrupts_ranks_once(ready: World, tmp_path: Path) -> None:
+    """Stop while the next cell waits interrupts the ranks, and the cell after does not do so."""
+    source = f"{BEGUN}try: {SLEEP}\nexcept KeyboardInterrupt:\n    {WAITS}"
+    running = ready.submit(ready.task(source))
+    stop_once_begun(ready, running, stops=2)
+    assert running.interrupts == 1
+    waits_late = lambda: running.give_up_at > time.monotonic() + CONTROL_TIMEOUT  # noqa: E731
+    with once(waits_late, press_stop), pytest.raises(KeyboardInterrupt):
+        ready.session.wait_for_stop()
+    (tmp_path / "open").touch()
+    assert ready.gather("kept") == [0, 1]
+    assert (running.interrupts, running.unfinished) == (2, ())
 
 
 CATCHES = f"""
