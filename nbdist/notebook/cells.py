@@ -270,7 +270,7 @@ def follow_steps(
                     break
                 is_attended = bool(longest) or not running.is_job
                 is_here = is_here and is_attended
-                with running.counting_stops():
+                with running.stop.counting_presses():
                     if display:
                         # The page must have a widget's model before a display shows the widget.
                         pool.show_widgets()
@@ -327,7 +327,7 @@ def check_end(pool: Pool, world: World, running: TaskRun, *, stopped: bool | Non
     if cause := running.transcript.root_cause():
         pool.failed = time.monotonic(), *cause
     killed = running.killed_by_stop
-    stopped = bool(running.stops) if stopped is None else stopped
+    stopped = running.stop.was_pressed if stopped is None else stopped
     if stopped and not running.unfinished and (killed or not running.deaths):
         world.session.mark_reported(killed)
         recovery = stop_text(world.session, killed) if killed else late_stop_text(running)
@@ -377,7 +377,7 @@ def fetch_results(
         running = world.submit(task)
         pool.note_deaths(world, display or pool.display(), machines)
         for _ in follow_steps(pool, world, running, None):
-            with running.counting_stops():
+            with running.stop.counting_presses():
                 if show and running.moved:
                     show(*running.bytes_moved)
     check_end(pool, world, running)

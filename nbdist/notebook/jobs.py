@@ -92,7 +92,7 @@ class Job:
 
     def __repr__(self) -> str:
         if not self.has_ended:
-            word = "stopping" if self.task_run.is_stopping else "running"
+            word = "stopping" if self.task_run.stop.is_stopping else "running"
             detail = self.task_run.waits or self.task_run.doing
         elif self._error is not None:
             was_stopped = isinstance(self._error, Interrupted | JobCancelled)
@@ -256,7 +256,7 @@ class Job:
         Each further call is like a further Stop: ranks that ignore Stop are given less time.
         """
         if not self.has_ended:
-            self.task_run.stops += 1
+            self.task_run.stop.presses += 1
             self.step()
 
     # --- for the notebook -----------------------------------------------------------------

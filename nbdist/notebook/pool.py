@@ -742,5 +742,5 @@ class Pools:
     def _stop_jobs(self) -> None:
         for pool in self:
             for job in pool.jobs:
-                job.task_run.stops += 1
+                job.task_run.stop.presses += 1
             pool.run_job_steps()

@@ -191,7 +191,7 @@ class ItemMap:
         errors = running.transcript.errors.values()
         are_deaths = bool(errors) and all(isinstance(each, Died) for each in errors)
         can_go_on = index is None and has_progress and session.state.has_workers
-        if are_deaths and can_go_on and not running.stops:
+        if are_deaths and can_go_on and not running.stop.was_pressed:
             session.mark_reported(running.recovered_ranks)
             log.warning("%s Its items were given to other ranks.", running.recovery_text)
             return

@@ -39,13 +39,13 @@ from nbdist.world.hangs import differing
 from nbdist.world.name_table import list_names
 from nbdist.world.replicas import differing_text, incomplete_text, occurring_names, occurring_or_all
 from nbdist.world.states import Event, WorldState, size_text
+from nbdist.world.stop import SPARE_TIMEOUT, StopAction, StopEvent
 from nbdist.world.task_run import RankOutputs, TaskRun
 from nbdist.world.workers import Workers
 
 CELL_TICK = 0.25  # seconds between two yields without output; short, as a panel shows a clock
 EAGER_SECONDS, EAGER_TICK = 0.2, 0.05  # a shorter tick at first, so that the panel appears in time
 LEAVE_SECONDS = 0.3  # seconds after a SIGINT; a kernel that restarts announces its end by then
-SPARE_TIMEOUT = 0.6  # seconds before control is returned, to learn which ranks are spared
 LEFTOVERS_GRACE = 1.5  # seconds for GPUs to complete collectives, and for nccl2 to notice that
 SLOW_GRACE = 5.0  # seconds for a finished rank to answer: its machine may be busy, or its GIL held
 HEAL_TIMEOUT = 900.0  # seconds; must exceed a head's time for all tries; Stop ends the wait
@@ -66,55 +66,48 @@ def follow(workers: Workers, running: TaskRun, *, answers: bool = False) -> Foll
     """Yield new output of `running` until every rank has finished: `Session.follow`.
 
         for outputs in session.follow(running):
-            with running.counting_stops():
+            with running.stop.counting_presses():
                 draw(outputs)
 
     After the first Stop (KeyboardInterrupt) the ranks are interrupted and the loop goes on.  After
     the second, or after `Patience.control_timeout`, the loop ends while ranks are unfinished; if
-    that timeout is None, each Stop interrupts the ranks again.  In the loop Stop does not raise,
-    but is counted in `running.stops`.  When all ranks have finished, a broken group is healed as
-    the policy says, unless other ranks run another task: healing then waits for that task's end.
-    If this process is about to end and the workers outlive it, the loop ends.
+    that timeout is None, each Stop interrupts the ranks again: `nbdist.world.stop` has the table.
+    In the loop Stop does not raise, but is counted in `running.stop.presses`.  When all ranks have
+    finished, a broken group is healed as the policy says, unless other ranks run another task:
+    healing then waits for that task's end.  If this process is about to end and the workers outlive
+    it, the loop ends.
 
     With `answers` the caller has to `reply` to prompts; without, ranks get an error.  Send the
     generator the longest time in seconds to wait for messages, at most `CELL_TICK`; 0.0 polls.
     """
-    before = running.handled_stops
+    stop = running.stop
     longest: float | None = None
+    stop.handle(StopEvent.WAIT, time.monotonic())
     while running.unfinished:
-        with running.counting_stops():
+        with stop.counting_presses():
             # Handle Stop first: Stop may have come while the task was sent, or in the consumer.
-            is_stopped = running.stops > running.handled_stops
-            is_first = is_stopped and not running.is_stopping
-            if workers.outlives_kernel(LEAVE_SECONDS if is_first else 0.0):
+            if workers.outlives_kernel(LEAVE_SECONDS if stop.will_interrupt else 0.0):
                 return
-            if is_stopped:
-                running.handled_stops = running.stops
-                number = running.stops - before
-                if number == 1 or running.is_job or not running.is_stopping:
-                    interrupt(workers, running)
-                if number > 1 and not running.is_job:  # Stop only interrupts a job again
-                    running.give_up_at = 0.0
-            if time.monotonic() >= running.give_up_at - SPARE_TIMEOUT:
-                _spare_ranks(workers, running)
-                if running.unfinished:
-                    running.is_left = True
-                    return
-            now = time.monotonic()
+            if _carry_out(workers, running, stop.poll(time.monotonic())):
+                return
             tick = CELL_TICK if running.age > EAGER_SECONDS else EAGER_TICK
             tick = tick if longest is None else min(longest, tick)
-            remaining = running.give_up_at - SPARE_TIMEOUT - now
-            _receive_beside_others(workers, running, max(0.0, min(tick, remaining)))
+            remaining = max(0.0, stop.deadline - time.monotonic())
+            _receive_beside_others(workers, running, min(tick, remaining))
         longest = yield running.pop_outputs()
         if not answers:
             workers.refuse_prompts(running)
+    if _carry_out(workers, running, stop.handle(StopEvent.FINISHED, time.monotonic())):
+        return
     while _waits_to_restart(workers, running):
-        with running.counting_stops():
+        with stop.counting_presses():
             tick = CELL_TICK if longest is None else min(longest, CELL_TICK)
             _receive_beside_others(workers, running, tick)
         longest = yield running.pop_outputs()
-    while not (running.is_over or running.wants_control(before)):
-        with running.counting_stops(raises=True):
+    while not running.is_over:
+        if _carry_out(workers, running, stop.poll(time.monotonic())):
+            return
+        with stop.counting_presses(raises=True):
             _complete(workers, running)
         yield running.pop_outputs()
 
@@ -132,34 +125,48 @@ def _waits_to_restart(workers: Workers, running: TaskRun) -> bool:
     So it is if attempts are left, but the group is broken: healing the group needs all ranks.
     """
     has_attempts = running.task.attempt.number < running.task.attempt.most
-    is_waiting = has_attempts and bool(running.transcript.errors) and not running.stops
+    is_waiting = has_attempts and bool(running.transcript.errors) and not running.stop.was_pressed
     return is_waiting and workers.is_broken and not workers.is_idle
 
 
 def interrupt(workers: Workers, running: TaskRun) -> None:
-    """Interrupt the ranks that still run a task.
+    """Interrupt the ranks that still run a task, although Stop was not pressed for it.
 
-    If the task holds Stop (`Patience.holds_stop`), the first Stop is only recorded.
+    If the task holds Stop (`Patience.holds_stop`), the first interrupt is only recorded.
     """
-    if not running.unfinished:
-        return
-    waits = running.patience.holds_stop and not running.is_stopping
-    running.stop(time.monotonic())
-    if not waits:
-        workers.link.send(Interrupt(running.unfinished, running.interrupts))
+    if running.unfinished:
+        actions = running.stop.handle(StopEvent.INTERRUPT, time.monotonic())
+        _carry_out(workers, running, actions)
+
+
+def _carry_out(workers: Workers, running: TaskRun, actions: Iterable[StopAction]) -> bool:
+    """Carry out what Stop does to a task; return True if `follow` must return control."""
+    for action in actions:
+        match action:
+            case StopAction.INTERRUPT:
+                running.record_interrupt(time.monotonic())
+                workers.link.send(Interrupt(running.unfinished, running.stop.interrupts))
+            case StopAction.RECORD:
+                running.record_interrupt(time.monotonic())
+            case StopAction.SPARE:
+                if running.stop.may_spare:
+                    _spare_ranks(workers, running)
+                if running.unfinished:
+                    more = running.stop.handle(StopEvent.SPARED, time.monotonic())
+                    return _carry_out(workers, running, more)
+            case StopAction.RETURN:
+                return True
+    return False
 
 
 def _spare_ranks(workers: Workers, running: TaskRun) -> None:
     """Ask the agent not to kill the ranks that still run the task, unless Stop is pressed again.
 
-    `running.spared` becomes the ranks that the agent does not kill then.  Does nothing if the ranks
-    were interrupted more than once: then the agent may kill them.
+    `running.stop.spared` becomes the ranks that the agent does not kill then.
     """
-    if running.interrupts > 1:
-        return
     answer = workers.link.ask(SpareRanks(running.unfinished))
     with suppress(TimeoutError, AgentLost):
-        running.spared = frozenset(answer.result(SPARE_TIMEOUT))
+        running.stop.spared = frozenset(answer.result(SPARE_TIMEOUT))
     inbox.receive_waiting(workers)
 
 
@@ -191,7 +198,7 @@ def _complete(workers: Workers, running: TaskRun) -> None:
     # In a stalled network the ranks could not form a group now; the next cell heals instead.
     # Healing needs all ranks: if some run another task, a later cell heals, too.
     # Healing may restart further ranks, which is why `again` is added to the deaths.
-    again = () if running.was_stalled else heal(workers)
+    again = () if running.stop.was_stalled else heal(workers)
     if lost := sorted({*running.deaths, *again}):
         running.recovery_text = healing_text(workers, lost)
         running.recovered_ranks = tuple(lost) if workers.last_policy == "heal" else workers.everyone
@@ -270,14 +277,14 @@ def _lacking_text(workers: Workers, running: TaskRun) -> str:
 
 def _replicas_text(workers: Workers, running: TaskRun) -> str:
     """Say which ranks of a stopped or failed training ended at another step than others; or ""."""
-    if not (running.is_stopping or running.transcript.errors):
+    if not (running.stop.is_stopping or running.transcript.errors):
         return ""
     source, names = running.task.source, workers.names
     sharded, modules = names.names_of_kind(SHARDED), names.names_of_kind(MODULE)
     modules = occurring_or_all(source, [*sharded, *modules])
     optimizers = occurring_or_all(source, names.names_of_kind(OPTIMIZER))
     trained = [*map(names.ranks_with, occurring_names(source, [*modules, *optimizers]))]
-    were_cut = running.is_stopping or bool(running.aborted or running.deaths)
+    were_cut = running.stop.is_stopping or bool(running.aborted or running.deaths)
     # A rank without steps, and without models and optimizers of the cell, holds no replica.
     done = {
         rank: each
@@ -357,7 +364,7 @@ def regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, 
     workers.advance(event)
     outcome, workers.problem = Event.HEAL_FAILED, "it was interrupted"
     try:
-        patience = HEAL_AFTER_STOP if running and running.ends_after_stop else timeout
+        patience = HEAL_AFTER_STOP if running and running.stop.must_hurry else timeout
         healed = workers.link.call(request, timeout, patience)
         assert isinstance(healed, Healed)
         # Deaths during the request arrive before the reply: these ranks were replaced, too.
@@ -403,7 +410,7 @@ def record_changes(workers: Workers, ranks: Collection[int]) -> None:
         running = workers.send(Task(uuid.uuid4().hex, tuple(ranks), work))
         for _ in follow(workers, running):
             pass
-        if running.stops:
+        if running.stop.was_pressed:
             raise KeyboardInterrupt
         if running.error() is None:
             for rank, inspected in running.result().by_rank.items():
@@ -451,7 +458,7 @@ def replay(workers: Workers, ranks: Collection[int]) -> NbdistError | None:
                 running = workers.send(task, shipped=parcels)
                 for _ in follow(workers, running):
                     pass
-                if running.stops:
+                if running.stop.was_pressed:
                     raise KeyboardInterrupt
                 if error := running.error():
                     setup.problem = f" A `--setup` cell failed there: {one_line(str(error))}"
@@ -485,7 +492,7 @@ def _restart_text(workers: Workers, running: TaskRun) -> str:
     """Write `rank 2 was killed by SIGKILL: restart 1 of 3`; "" if the task is not restarted."""
     done, max_restarts = running.task.attempt.number, running.task.attempt.most
     cause = running.transcript.root_cause()
-    if done >= max_restarts or cause is None or running.stops or not workers.is_whole:
+    if done >= max_restarts or cause is None or running.stop.was_pressed or not workers.is_whole:
         return ""
     error = running.error()
     if not isinstance(error, errors.WorkerError) or isinstance(error, errors.RanksReleased):

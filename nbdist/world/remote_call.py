@@ -323,7 +323,7 @@ def following(session: Session, running: TaskRun) -> Iterator[None]:
     """
     lines, bars = PlainLines(running.task.ranks), MovingLine(sys.stdout)
     for outputs in session.follow(running, answers=True):
-        with running.counting_stops():
+        with running.stop.counting_presses():
             now = time.monotonic()
             for rank, output in outputs if session.config.show else ():
                 if not isinstance(output, RankError):

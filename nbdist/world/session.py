@@ -46,13 +46,13 @@ from nbdist.world.result import CellResult
 from nbdist.world.sent_objects import Parcel
 from nbdist.world.spec import parse_size, scaled
 from nbdist.world.states import Renumbering, WorldState
+from nbdist.world.stop import StopEvent
 from nbdist.world.task_history import ANY
 from nbdist.world.task_run import TaskRun
 from nbdist.world.workers import LATE_KEPT, KeptVariables, Workers
 
 RANK_STATUS_TIMEOUT = 10.0  # seconds for an answer about ranks; longer than a head takes
 RANKS_KILLED_TIMEOUT = 60.0  # seconds for killed ranks to end; long, as the machine may be busy
-LATE_TIMEOUT = 30.0  # seconds that the next task waits for ranks that have not left a stopped task
 
 
 class Session(Workers):
@@ -142,12 +142,12 @@ class Session(Workers):
         """Count a Stop that came during a task, and wake `follow`; for a signal handler.
 
         Returns False if the handler has to raise KeyboardInterrupt instead: `task` was not sent
-        yet, another was sent since it ended, or `TaskRun.is_interruptible` is True.
+        yet, another was sent since it ended, or `StopState.is_interruptible` is True.
         """
         running = self.find_run(task.id)
-        if running is None or running.is_interruptible:
+        if running is None or running.stop.is_interruptible:
             return False
-        running.stops += 1
+        running.stop.presses += 1
         if self.link_or_none is not None:
             self.link_or_none.wake()
         return True
@@ -184,7 +184,7 @@ class Session(Workers):
 
     def check(self, running: TaskRun) -> None:
         """Raise the error of a followed task, if it has one, or KeyboardInterrupt after Stop."""
-        if running.stops:
+        if running.stop.was_pressed:
             recovery_text = recovery.late_stop_text(running)
             if recovery_text or running.damage:
                 raise errors.Interrupted(running.task.ranks, recovery_text, running.damage)
@@ -210,7 +210,7 @@ class Session(Workers):
             ranks = self.everyone
         for run in self.known_runs:
             # A job has a caller that waits for the job's end, also after Stop.
-            is_left = run.is_stopping and not run.is_over and not run.is_job
+            is_left = run.stop.is_stopping and not run.is_over and not run.is_job
             if is_left and not (run.unfinished and {*run.unfinished}.isdisjoint(ranks)):
                 return run
         return None
@@ -218,24 +218,21 @@ class Session(Workers):
     def wait_for_stop(self, ranks: Collection[int] | None = None) -> str:
         """Wait for ranks that were still in a stopped task when Stop returned control.
 
-        Waits at most `LATE_TIMEOUT` seconds for the ranks of `stopped_task(ranks)`.  Returns the
-        task's `TaskRun.damage`, or "" if no task was stopped or if the damage was the same before.
-        Another Stop interrupts the ranks again, and raises KeyboardInterrupt.
+        Waits at most `stop.LATE_TIMEOUT` seconds for the ranks of `stopped_task(ranks)`.  Returns
+        the task's `TaskRun.damage`, or "" if no task was stopped or if the damage was the same
+        before.  Another Stop interrupts the ranks again, and raises KeyboardInterrupt.
         `TaskRun.pop_outputs` returns the newest outputs of the wait.
         """
         if (running := self.stopped_task(ranks)) is None:
             return ""
         reported_damage = running.damage
-        running.give_up_at, stops = time.monotonic() + LATE_TIMEOUT, running.stops
-        running.handled_stops = stops  # an earlier Stop was meant for an earlier cell
+        before = running.stop.presses
+        running.stop.handle(StopEvent.LATE_WAIT, time.monotonic())
         newest: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)
         for outputs in self.follow(running):
             newest += outputs
-            if running.stops > stops:
-                running.handled_stops = running.stops
-                break
         running.return_outputs(newest)
-        if running.stops > stops:
+        if running.stop.presses > before:
             recovery.interrupt(self, running)
             raise KeyboardInterrupt
         return "" if running.damage == reported_damage else running.damage
@@ -284,7 +281,7 @@ class Session(Workers):
         if self.lost is not None:
             raise self.lost
         if busy is not None:
-            if busy.is_stopping and not busy.is_job:
+            if busy.stop.is_stopping and not busy.is_job:
                 raise busy.not_stopped
             raise errors.WorldBusy(busy.unfinished, busy.age)
         # After deaths, each task until the repair raises the same error with the present remedy.

@@ -226,7 +226,7 @@ def _entry_of(running: TaskRun, now: int) -> PastTask | None:
     cause = running.transcript.root_cause()
     status: Status = "ok"
     if any(each.state != "ok" for each in running.transcript):
-        status = "interrupted" if running.stops else "failed"
+        status = "interrupted" if running.stop.was_pressed else "failed"
     return PastTask(
         kind=kind,
         text=text,

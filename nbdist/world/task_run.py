@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -41,6 +41,7 @@ from nbdist.world.name_table import Sent
 from nbdist.world.result import CellResult, Contents, as_raised
 from nbdist.world.sent_objects import NOTHING_SENT, Parcel
 from nbdist.world.states import Machines, Prompts
+from nbdist.world.stop import StopEvent, StopState
 
 RankOutputs = list[tuple[int, Output]]
 """New outputs with their ranks, in the order of their arrival."""
@@ -117,16 +118,9 @@ class TaskRun:
         self.moved: dict[int, events.TransferProgress] = {}
         self.usage: Mapping[int, Usage] = {}
         self.silent = UnresponsiveHosts((), 0.0)
-        self.stops = 0
-        self.handled_stops = 0  # stops that `follow` has acted on
-        self.is_interruptible = False  # True while Stop may end a block: see `counting_stops`
-        self.interrupts = 0
-        self.spared: frozenset[int] = frozenset()  # ranks that are killed only if Stop comes again
-        self.give_up_at = float("inf")  # monotonic seconds; when a stopped cell returns control
-        # `shows_value`: a rank has displayed the value of the last line.  `was_stalled`: a network
-        # between ranks was stalled when Stop came.
-        self.is_stopping = self.is_over = self.shows_value = self.was_stalled = False
-        self.is_left = False  # Stop has returned control to the user while ranks ran the task
+        self.stop = StopState(patience)
+        self.is_over = False
+        self.shows_value = False  # whether a rank has displayed the value of the last line
         self.lost: errors.AgentLost | None = None
         self.recovery_text = self.restart_text = self.why_died = self.differing = (
             self.lacking_text
@@ -168,7 +162,7 @@ class TaskRun:
     @property
     def is_job(self) -> bool:
         """Whether the task runs in the background: no cell waits for it to end after Stop."""
-        return self.patience.control_timeout is None
+        return self.stop.is_of_job
 
     @property
     def unfinished(self) -> tuple[int, ...]:
@@ -255,50 +249,18 @@ class TaskRun:
 
     @property
     def _is_safe(self) -> bool:
-        return self.spared.issuperset(self.unfinished)
+        return self.stop.spared.issuperset(self.unfinished)
 
     # --- events ---------------------------------------------------------------------------
 
-    @contextmanager
-    def counting_stops(self, *, raises: bool = False) -> Iterator[None]:
-        """Catch and count a Stop (KeyboardInterrupt) in this block, for `follow` to act on.
+    def record_interrupt(self, now: float) -> None:
+        """Record whether a network is stalled while ranks are interrupted, and drop all prompts.
 
-        Consumers of `follow` use this while they show output.  Magics have a handler of SIGINT that
-        only counts a Stop, so that the block runs to its end; with `raises` the handler raises
-        KeyboardInterrupt, which ends the block (`Session.count_stop`).
+        An interrupted rank gets no more input.
         """
-        self.is_interruptible = raises
-        try:
-            yield
-        except KeyboardInterrupt:
-            self.stops += 1
-        finally:
-            self.is_interruptible = False
-
-    def stop(self, now: float) -> None:
-        """Record an interrupt of the ranks, and the deadline for returning control to the user.
-
-        `recovery.interrupt` sends the message to the ranks.
-        """
-        wait = self.patience.control_timeout
-        self.is_stopping = True
-        self.was_stalled = any(place.stalled for place in self.places.values())
-        self.interrupts, self.spared = self.interrupts + 1, frozenset()
-        for rank in self.prompts.ranks:  # ranks get no input after Stop
+        self.stop.was_stalled = any(place.stalled for place in self.places.values())
+        for rank in self.prompts.ranks:
             self.prompts.drop(rank, now)
-        self.give_up_at = float("inf") if wait is None else now + wait
-
-    @property
-    def ends_after_stop(self) -> bool:
-        """Whether a cell waits, after Stop, for the work after its task, such as healing.
-
-        That work then has little time (`recovery.HEAL_AFTER_STOP`).
-        """
-        return self.is_interruptible and self.stops > 0 and not self.is_job
-
-    def wants_control(self, before: int) -> bool:
-        """Return True if a cell waits and must end: Stop came twice since `stops` was `before`."""
-        return not self.is_job and self.stops > before + 1
 
     def handle_message(
         self, message: Located | Aborted | Decided | UnresponsiveHosts | UsageReport, now: float
@@ -329,9 +291,10 @@ class TaskRun:
                 facts = self.aborted, decided.places, self.task.ranks, failed, self.members.size
                 self.differing = hangs.differing(decided.places)
                 self._why_aborted = hangs.why_aborted(*facts)
-            case Decision.TIME_OUT if not self.is_stopping:  # Stop may have come first
+            case Decision.TIME_OUT if not self.stop.is_stopping:  # Stop may have come first
                 self.timed_out = hangs.waits_text(decided.waiting, self.task.source)
-                self.stop(now)
+                self.stop.handle(StopEvent.TIMED_OUT, now)
+                self.record_interrupt(now)
             case Decision.END_UNWAKEABLE:
                 self.unwoken = dict(decided.waiting)
 
@@ -353,7 +316,7 @@ class TaskRun:
         """Add a rank's output to the transcript and to `pop_outputs`, and update the state."""
         # An abort of collectives makes gloo raise; with nccl a worker then interrupts itself.  The
         # user gets a short error in place of both.
-        was_interrupted = rank in self.aborted and not self.is_stopping
+        was_interrupted = rank in self.aborted and not self.stop.is_stopping
         leads = {"KeyboardInterrupt"} if was_interrupted else ()
         if isinstance(output, Failure) and (output.connections == "ended" or output.name in leads):
             if rank not in self.aborted:
@@ -470,7 +433,7 @@ class TaskRun:
         failed = self.transcript.errors
         own_errors = {rank: error for rank, error in failed.items() if not is_consequence(error)}
         # Without Stop, a KeyboardInterrupt is no consequence: the cell has raised it by itself.
-        if not own_errors and not self.is_stopping:
+        if not own_errors and not self.stop.is_stopping:
             own_errors = {
                 rank: error
                 for rank, error in failed.items()
@@ -488,7 +451,7 @@ class TaskRun:
             ):
                 died.add(fact)
             return died
-        if not own_errors and self.aborted and not self.is_stopping:
+        if not own_errors and self.aborted and not self.stop.is_stopping:
             facts = " ".join(filter(None, (self.recovery_text, self.damage)))
             return errors.RanksReleased(blame, self._why_aborted, facts)
         blame = errors.Blame(rank, host, pid, own_errors or failed)

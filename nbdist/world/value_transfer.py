@@ -173,7 +173,7 @@ def bind_steps(
     taken, bound = session.submit(take), None
     try:
         yield taken
-        if not (taken.stops or taken.error()):
+        if not (taken.stop.was_pressed or taken.error()):
             bound = commit(session, taken, work, shipped)
     finally:
         if bound is None and session.state.has_workers:

@@ -165,9 +165,9 @@ class Workers:
         busy = [run for run in self.runs if run.unfinished]
         if self._state is not WorldState.READY or not busy:
             return self._state
-        if any(run.is_left for run in busy):
+        if any(run.stop.is_left for run in busy):
             return WorldState.STUCK
-        are_stopping = any(run.is_stopping for run in busy)
+        are_stopping = any(run.stop.is_stopping for run in busy)
         return WorldState.INTERRUPTING if are_stopping else WorldState.RUNNING
 
     @property
@@ -384,7 +384,7 @@ class Workers:
         self.runs.append(running)
         self.running = running
         running.sent_at = self.names.record_sent(running.shipped_names())
-        with running.counting_stops():  # Stop must not raise: ranks may have begun
+        with running.stop.counting_presses():  # Stop must not raise: ranks may have begun
             link.send(run)
         return running
 

@@ -40,7 +40,7 @@ from nbdist.wire.node_messages import Form, Formed, GetHeld, LiveRanks, NodeDown
 from nbdist.wire.status import WorkerStatus
 from nbdist.wire.store import STORE_SOCKET
 from nbdist.world.code_sync import archive_of
-from nbdist.world.recovery import SPARE_TIMEOUT
+from nbdist.world.stop import SPARE_TIMEOUT
 from nbdist.world.world import World
 from tests.cells import follow, give_up_on_c_code, run_for, stop
 from tests.cluster.test_node import SPEC, wanted

@@ -184,7 +184,7 @@ def test_stop_ends_the_waiting_but_not_the_job(notebook: Notebook) -> None:
     ):
         (plain,) = notebook.run(PRESS.format(name=name) + cell).errors
         assert plain["ename"] in ("CancelledError", "KeyboardInterrupt", "Interrupted")
-    assert notebook.value("job.done(), job.task_run.stops") == (False, 0)
+    assert notebook.value("job.done(), job.task_run.stop.presses") == (False, 0)
     assert notebook.run("job.wait(1.1)").error == (
         "JobTimeout: `job` is still running after 1.1 s: ranks 0-1 are in line 5: time.sleep(600)."
     )

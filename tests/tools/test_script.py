@@ -80,7 +80,7 @@ class Lab:
         members = Members(2, "gloo", Machines.one("here", 2), {}, {}, heals=True)
         parcels = dict.fromkeys(ranks, Parcel(shipped))
         running = TaskRun(task, Patience(), members, parcels)
-        running.stops = int(stops)
+        running.stop.presses = int(stops)
         for rank in ranks:
             if shows:
                 running.receive(rank, Display({}, {}, is_result=True))

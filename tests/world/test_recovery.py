@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from nbdist.config import CONTROL_TIMEOUT, Patience, WorldConfig
+from nbdist.config import Patience, WorldConfig
 from nbdist.errors import ScaleError, UsageError, WorkerError, WorldBusy, WorldNotStarted
 from nbdist.output.events import Done
 from nbdist.wire.messages import Kill, Located, RequestLocations
@@ -25,6 +25,7 @@ from nbdist.world import recovery
 from nbdist.world.recovery import healing_text
 from nbdist.world.sent_objects import NOTHING_SENT
 from nbdist.world.states import WorldState
+from nbdist.world.stop import SPARE_TIMEOUT, StopPhase
 from nbdist.world.task_run import TaskRun
 from nbdist.world.workers import Workers
 from nbdist.world.world import World
@@ -272,8 +273,8 @@ def have_begun() -> bool:
 def stop_once_begun(world: World, running: TaskRun, stops: int = 1) -> None:
     """Follow a task, and stop the task `stops` times as soon as its ranks have begun."""
     for _ in world.follow(running):
-        with running.counting_stops():
-            if have_begun() and running.stops < stops:
+        with running.stop.counting_presses():
+            if have_begun() and running.stop.presses < stops:
                 raise KeyboardInterrupt
 
 
@@ -304,13 +305,13 @@ def test_a_second_stop_gives_control_back(ready: World, tmp_path: Path) -> None:
     leave = threading.Timer(SOON, (tmp_path / "open").touch)  # so that the test ends if Stop fails
     leave.start()
     for _ in ready.follow(running):
-        with running.counting_stops():
-            due = have_begun() if not running.stops else Path("1caught").exists()
-            if due and running.stops < 2:
+        with running.stop.counting_presses():
+            due = have_begun() if not running.stop.presses else Path("1caught").exists()
+            if due and running.stop.presses < 2:
                 raise KeyboardInterrupt
     leave.cancel()
     leave.join()
-    assert running.stops == 2
+    assert running.stop.presses == 2
     assert (running.unfinished, ready.state) == ((0, 1), WorldState.STUCK)
     (tmp_path / "open").touch()
     assert ready.gather("kept") == [0, 1]
@@ -322,13 +323,13 @@ def test_a_stop_in_the_next_cell_interrupts_ranks_once(ready: World, tmp_path: P
     source = f"{BEGUN}try: {SLEEP}\nexcept KeyboardInterrupt:\n    {WAITS}"
     running = ready.submit(ready.task(source))
     stop_once_begun(ready, running, stops=2)
-    assert running.interrupts == 1
-    waits_late = lambda: running.give_up_at > time.monotonic() + CONTROL_TIMEOUT  # noqa: E731
+    assert running.stop.interrupts == 1
+    waits_late = lambda: running.stop.phase is StopPhase.LATE  # noqa: E731
     with once(waits_late, press_stop), pytest.raises(KeyboardInterrupt):
         ready.session.wait_for_stop()
     (tmp_path / "open").touch()
     assert ready.gather("kept") == [0, 1]
-    assert (running.interrupts, running.unfinished) == (2, ())
+    assert (running.stop.interrupts, running.unfinished) == (2, ())
 
 
 CATCHES = f"""
@@ -397,16 +398,16 @@ def test_an_old_answer_spares_no_killed_rank(ready: World) -> None:
     running = ready.submit(ready.task(f"{BEGUN}try: {SLEEP}\nexcept KeyboardInterrupt: {SLEEP}"))
     wait_until(have_begun)
     following = ready.follow(running)
-    running.stops = 1
+    running.stop.presses = 1
     next(following)
     link = ready.session.link
     link.send(RequestLocations((0, 1), time.monotonic()))
     wait_until(lambda: any(isinstance(each, Located) for each in link.arrived))
     link.call(Kill((1,)))
-    running.stops = 2
+    running.stop.presses = 2
     for _ in following:
         pass
-    assert running.spared == {0}
+    assert running.stop.spared == {0}
     ready.interrupt()
     assert ready.gather("globals().get('kept')") == [0, None]
 
@@ -414,7 +415,7 @@ def test_an_old_answer_spares_no_killed_rank(ready: World) -> None:
 @pytest.mark.parametrize("seconds", [0.1, 2.0])
 def test_no_rank_in_c_code_is_killed_later(ready: World, seconds: float) -> None:
     """No rank in C code is killed after control is back, even if the agent was slow to find it."""
-    give_up_on_c_code(ready, 1, control_timeout=recovery.SPARE_TIMEOUT + seconds)
+    give_up_on_c_code(ready, 1, control_timeout=SPARE_TIMEOUT + seconds)
 
 
 def seconds_without_agent(world: World, timeout: float) -> float:
@@ -424,21 +425,21 @@ def seconds_without_agent(world: World, timeout: float) -> float:
         Path(str(rank)).unlink(missing_ok=True)
     running, stopped_at = world.submit(world.task(SLEEPS), Patience(control_timeout=timeout)), 0.0
     for _ in world.follow(running):
-        with running.counting_stops():
-            if have_begun() and not running.stops:
+        with running.stop.counting_presses():
+            if have_begun() and not running.stop.presses:
                 os.kill(agent, signal.SIGSTOP)
                 stopped_at = time.monotonic()
                 raise KeyboardInterrupt
     seconds = time.monotonic() - stopped_at
     os.kill(agent, signal.SIGCONT)
     world.session.wait_for_stop()
-    assert running.spared == frozenset()
+    assert running.stop.spared == frozenset()
     return seconds
 
 
 def test_stop_returns_without_the_agent(ready: World) -> None:
     """Stop gives control back in time, and does not wait until the agent says who is spared."""
-    tries = (seconds_without_agent(ready, recovery.SPARE_TIMEOUT) for _ in range(9))
+    tries = (seconds_without_agent(ready, SPARE_TIMEOUT) for _ in range(9))
     assert any(seconds < recovery.LOCATED_TIMEOUT - 0.05 for seconds in tries)  # some may be slow
     assert ready.gather("kept") == [0, 1]
 
@@ -478,7 +479,9 @@ def test_stop_during_healing_keeps_the_replica_line(ready: World, source: str) -
         if source == IS_STOPPED and presses == 0:
             return running is not None and running.task.source == source and running.age > 0.5
         return (
-            ready.state is WorldState.HEALING and running is not None and running.stops == presses
+            ready.state is WorldState.HEALING
+            and running is not None
+            and running.stop.presses == presses
         )
 
     def press() -> None:

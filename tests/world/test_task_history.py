@@ -86,7 +86,7 @@ def test_a_task_is_kept_with_its_facts() -> None:
     drawing = ended(CellCode("plot()"))
     drawing.receive(1, Display({"image/png": ""}, {}))
     stopped = ended(CellCode("x"), status="error")
-    stopped.stops = 1
+    stopped.stop.presses = 1
     for each in (running, drawing, stopped, ended(CellCode("y"), status="error")):
         past.add(each)
     first, second, *others = past.tasks

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from nbdist.config import CONTROL_TIMEOUT, Patience
+from nbdist.config import Patience
 from nbdist.errors import (
     AgentLost,
     CellTimeout,
@@ -23,6 +23,7 @@ from nbdist.wire.places import Begun, RankPosition, is_call_mismatch
 from nbdist.wire.work import CellCode, Task
 from nbdist.world import hangs
 from nbdist.world.states import Machines
+from nbdist.world.stop import StopEvent
 from nbdist.world.task_run import Members, TaskRun
 
 WAITS = RankPosition(line=1, operation="barrier", is_calm=True)
@@ -122,10 +123,10 @@ def test_a_failure_that_comes_after_the_decision_is_known_to_it(
 def test_a_timeout_after_stop_changes_nothing() -> None:
     """If Stop came first, the task ends by Stop: its deadline and its error stay."""
     task = running(patience=Patience(timeout=500.0))
-    task.stop(10.0)
-    before = task.give_up_at, task.interrupts
+    task.stop.handle(StopEvent.INTERRUPT, 10.0)
+    before = task.stop.deadline, task.stop.interrupts
     task.handle_message(Decided("id", Decision.TIME_OUT, {0: WAITS}, {0: WAITS}), 12.0)
-    assert (task.give_up_at, task.interrupts) == before
+    assert (task.stop.deadline, task.stop.interrupts) == before
     assert task.timed_out is None
 
 
@@ -133,7 +134,7 @@ def test_a_decision_about_another_task_is_ignored() -> None:
     """A decision about an earlier task does not change this one."""
     task = running()
     task.handle_message(Decided("other", Decision.TIME_OUT, {0: WAITS}, {0: WAITS}), 1.0)
-    assert (task.timed_out, task.is_stopping) == (None, False)
+    assert (task.timed_out, task.stop.is_stopping) == (None, False)
 
 
 LATE = Failure("RuntimeError", "Timed out", ("Timed out",), 5, connections="timed out")
@@ -182,29 +183,13 @@ def test_a_task_that_took_too_long_says_where_its_ranks_were() -> None:
     places = {0: WAITS, 1: RankPosition(line=1)}
     for each, first in ((task, STOPPED), (failed, Failure("ValueError", "bad shard", (), 1))):
         each.handle_message(Decided("id", Decision.TIME_OUT, places, places), 5.0)
-        assert each.is_stopping
+        assert each.stop.is_stopping
         for rank, failure in enumerate((first, STOPPED)):
             each.receive(rank, failure)
             each.receive(rank, Done("error", 0.1))
     assert isinstance(task.error(), CellTimeout)
     assert "by `--timeout 500`: rank 0 waits in barrier" in str(task.error())
     assert "ValueError: bad shard" in str(failed.error())
-
-
-def test_only_keyboard_interrupts_count_as_stops() -> None:
-    """Other errors are the consumer's; without a timeout Stop goes on until all ranks end."""
-    task = running(patience=Patience(control_timeout=None))
-    with task.counting_stops():
-        raise KeyboardInterrupt
-    with pytest.raises(ValueError, match="drawn"), task.counting_stops():
-        raise ValueError("drawn")
-    assert task.stops == 1
-    other = running()
-    for each in (task, other):
-        each.stops = 2
-        each.stop(10.0)
-    assert (task.give_up_at, task.wants_control(0)) == (float("inf"), False)
-    assert (other.give_up_at, other.wants_control(0)) == (10.0 + CONTROL_TIMEOUT, True)
 
 
 def test_waits_and_silent_machines_are_named() -> None:

@@ -223,7 +223,7 @@ def test_stop_while_parts_are_bound_is_too_late(old: World, tmp_path: Path) -> N
     """All ranks bind their parts, and Interrupted says that Stop came too late."""
     session = old.session
     old.execute(f"if rank: Old.gate = {str(tmp_path)!r}")
-    is_met = lambda: session.running and session.running.is_stopping  # noqa: E731
+    is_met = lambda: session.running and session.running.stop.is_stopping  # noqa: E731
     with (
         once(rank_1_alone(old, tmp_path / "binds"), press_stop),
         once(is_met, (tmp_path / "open").touch),

@@ -116,7 +116,7 @@ def _run_here(line: MagicCall, running: TaskRun) -> BaseException | None:
     if error is None:  # `or` would be wrong: a user's exception can be false as a truth value
         error = ran.error_in_exec
     if isinstance(error, KeyboardInterrupt):
-        running.stops += 1
+        running.stop.presses += 1
         return None
     return error
 
