@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from nbdist.notebook.debugger import FIRST_ID, Numbers, RankSession, _choice, _is_library
+from nbdist.notebook.debug_protocol import is_library
+from nbdist.notebook.debug_session import FIRST_ID, Numbers, RankSession
+from nbdist.notebook.debugger import _choice
 from tests.notebook.debug_client import DebugClient
 from tests.notebook.front_end import Notebook, lasting
 
@@ -243,5 +245,5 @@ def test_a_step_that_leaves_the_cell_is_recognised() -> None:
     helper = {"name": "helper", "source": {"path": "/usr/lib/python3.11/contextlib.py"}}
     begin = {"name": "<module>", "source": {"path": "/x/nbdist/agent/fork_server.py"}}
     cell = {"name": "<module>", "source": {"path": "/tmp/ipykernel_1/2.py"}}
-    assert all(map(_is_library, (helper, begin)))
-    assert not _is_library(cell)
+    assert all(map(is_library, (helper, begin)))
+    assert not is_library(cell)

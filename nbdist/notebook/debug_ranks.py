@@ -1,0 +1,222 @@
+"""The debuggers of all ranks: starts and ends them, and receives what they write.
+
+Runs in the notebook's process, on the event loop of the kernel's control thread, except for the
+method that says otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from nbdist.notebook.debug_protocol import CLIENT, Message, is_library
+from nbdist.notebook.debug_session import REQUEST_TIMEOUT, Numbers, RankSession, SessionEnded
+from nbdist.notebook.debug_view import ShownRank
+from nbdist.wire.messages import CloseDebuggers, FromDebugger, OpenDebugger
+
+if TYPE_CHECKING:
+    from nbdist.world.agent_link import Link
+
+log = logging.getLogger("nbdist.notebook")
+
+ATTACH_TIMEOUT = 30.0  # seconds for ranks to start their debuggers, before a cell runs without them
+
+OUTER_MODULES = (
+    "nbdist",
+    "IPython",
+    "ipykernel",
+    "tornado",
+    "asyncio",
+    "traitlets",
+    "zmq",
+    "jupyter_client",
+    "threading",
+)
+"""Modules around a rank's cell, in which the debugger shows no frames and does not stop."""
+
+WorldLinks = Callable[[], "Iterable[tuple[Link, str, Mapping[int, int]]]"]
+"""Yields the links of all running worlds, each with a title for a rank and with the process ids of
+its ranks."""
+
+
+class DebuggedRanks:
+    """The sessions of all ranks' debuggers, of which a rank has one at most."""
+
+    def __init__(
+        self, links: WorldLinks, publish_event: Callable[[Message], None], *, just_my_code: bool
+    ) -> None:
+        self._links, self._just_my_code = links, just_my_code
+        self.breakpoints: dict[str, Message] = {}  # arguments of `setBreakpoints`, by path
+        self.exceptions: Message | None = None  # arguments of `setExceptionBreakpoints`
+        self.by_number: dict[int, RankSession] = {}
+        self._attaching: dict[int, asyncio.Task[None]] = {}
+        self._next_number = itertools.count(1)
+        self.numbers = Numbers()
+        self.shown = ShownRank(self.by_number, self.numbers, publish_event)
+        self._checks: set[asyncio.Task[None]] = set()  # of `_check_step`
+
+    def __repr__(self) -> str:
+        return f"<DebuggedRanks {[*self.by_number.values()]}>"
+
+    async def attach(self, link: Link, ranks: Collection[int]) -> dict[int, str]:
+        """Attach to ranks of a world that are not attached; return problems by rank."""
+        self.shown.last_rank = None
+        tasks = self.start_attaching(link, ranks)
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        if self.exceptions is not None and self.exceptions.get("filters"):
+            # A rank forgets them if its collectives are aborted (`RankDebugger.record_abort`).
+            await self.request_all("setExceptionBreakpoints", self.exceptions)
+        attached = (self.by_number[number] for number in tasks if number in self.by_number)
+        return {
+            session.rank: str(session.ended) or "the debugger has ended"
+            for session in attached
+            if session.ended is not None
+        }
+
+    def start_attaching_all(self) -> None:
+        """Start to attach to the ranks of all running worlds."""
+        for link, _, pids in self._links():
+            self.start_attaching(link, {*pids})
+
+    def start_attaching(self, link: Link, ranks: Collection[int]) -> dict[int, asyncio.Task[None]]:
+        """Start to attach to ranks; return the tasks in progress, by the number of the session."""
+        link.on_debugger = partial(self._receive_soon, asyncio.get_running_loop(), link)
+        title, pids = next(((t, p) for each, t, p in self._links() if each is link), ("rank", {}))
+        for session in [*self.by_number.values()]:
+            is_current = session.link is not link or pids.get(session.rank) == session.pid
+            if session.ended is not None or not is_current:
+                self._drop(session, "")
+        attached = {each.rank for each in self.by_number.values() if each.link is link}
+        for rank in sorted({*ranks} - attached):
+            number = next(self._next_number)
+            session = RankSession(link, rank, pids.get(rank, 0), number, f"{title} {rank}")
+            self.by_number[number] = session
+            task = asyncio.create_task(self._attach(session))
+            self._attaching[number] = task
+        return {
+            number: task
+            for number, task in self._attaching.items()
+            if self.by_number[number].link is link and self.by_number[number].rank in ranks
+        }
+
+    async def _attach(self, session: RankSession) -> None:
+        """Start the debugger of a rank, and send it the breakpoints."""
+        session.link.send(OpenDebugger(session.rank, session.number))
+        ask = partial(session.request, timeout=ATTACH_TIMEOUT)
+        try:
+            async with asyncio.timeout(ATTACH_TIMEOUT):
+                await ask("initialize", CLIENT)
+                await ask("attach", self._attach_arguments())
+                for arguments in [*self.breakpoints.values()]:
+                    await ask("setBreakpoints", arguments)
+                if self.exceptions is not None:
+                    await ask("setExceptionBreakpoints", self.exceptions)
+                await ask("configurationDone", {})
+        except TimeoutError:
+            session.end(f"no answer within {ATTACH_TIMEOUT:.0f} s")
+            session.link.send(CloseDebuggers((session.rank,)))
+        except SessionEnded as ended:
+            log.debug("%s is not debugged: %s", session.title, ended)
+        finally:
+            self._attaching.pop(session.number, None)
+
+    def _attach_arguments(self) -> Message:
+        return {
+            "justMyCode": self._just_my_code,
+            "debugOptions": [] if self._just_my_code else ["DebugStdLib"],
+            "rules": [{"module": module, "include": False} for module in OUTER_MODULES],
+            # nbdist's and torch's own threads go on while a rank stands at a breakpoint.
+            "stopAllThreadsOnSuspend": False,
+        }
+
+    async def request_all(self, command: str, arguments: Message) -> None:
+        """Send a request to all ranks, and wait for the responses."""
+        sessions = [each for each in self.by_number.values() if each.number not in self._attaching]
+        requests = (each.request(command, arguments) for each in sessions)
+        await asyncio.gather(*requests, return_exceptions=True)
+
+    async def detach_all(self) -> None:
+        """End the debuggers of all ranks, and forget all breakpoints."""
+        self.breakpoints, self.exceptions = {}, None
+        self.shown.chosen_rank, self.shown.is_alone = None, False
+        for task in [*self._attaching.values()]:
+            task.cancel()
+        self._attaching.clear()
+        for link in {each.link for each in self.by_number.values()}:
+            ranks = tuple(each.rank for each in self.by_number.values() if each.link is link)
+            if link.is_up:
+                link.send(CloseDebuggers(ranks))
+        ends = [each.has_ended.wait() for each in self.by_number.values() if each.link.is_up]
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*ends), REQUEST_TIMEOUT)
+        for link in {each.link for each in self.by_number.values()}:
+            link.on_debugger = None
+        for session in [*self.by_number.values()]:
+            self._drop(session, "the debugger was switched off")
+
+    def _drop(self, session: RankSession, problem: str) -> None:
+        session.end((session.ended and str(session.ended)) or problem)
+        self.by_number.pop(session.number, None)
+        self.shown.hide(session)
+        self.numbers.forget(session, with_threads=True)
+
+    # --- messages of ranks ---------------------------------------------------------------------
+
+    def _receive_soon(
+        self, loop: asyncio.AbstractEventLoop, link: Link, message: FromDebugger | None
+    ) -> None:
+        """Have the loop handle a message; called on the link's thread."""
+        with suppress(RuntimeError):  # the loop is closed: the kernel exits
+            loop.call_soon_threadsafe(self._receive, link, message)
+
+    def _receive(self, link: Link, message: FromDebugger | None) -> None:
+        if message is None:  # the agent has ended
+            for each in [*self.by_number.values()]:
+                if each.link is link:
+                    self._drop(each, "its workers have ended")
+            return
+        if (session := self.by_number.get(message.session)) is None:
+            return
+        if not message.text:
+            session.end(message.problem)
+            self.shown.hide(session)
+            return
+        content = json.loads(message.text)
+        match content:
+            case {"type": "response"}:
+                session.resolve(content)
+            case {"event": "stopped", "body": {"threadId": int(thread)} as body}:
+                session.stopped[thread] = body
+                if body.get("reason") == "step":
+                    task = asyncio.create_task(self._check_step(session, thread))
+                    self._checks.add(task)
+                    task.add_done_callback(self._checks.discard)
+                else:
+                    self.shown.show_stopped(session)
+            case {"event": "continued", "body": {"threadId": int(thread)}}:
+                session.stopped.pop(thread, None)
+                self.numbers.forget(session)
+                self.shown.hide(session, thread)
+
+    async def _check_step(self, session: RankSession, thread: int) -> None:
+        """Show a rank that has made a step, or let it go on if the step has left the cell.
+
+        After a step out of the last line of a cell, debugpy stops in the next function that IPython
+        calls, such as one of `contextlib`.
+        """
+        try:
+            reply = await session.request("stackTrace", {"threadId": thread})
+            frames = (reply.get("body") or {}).get("stackFrames", ())
+            if all(map(is_library, frames)):
+                await session.request("continue", {"threadId": thread})
+                return
+        except (SessionEnded, TimeoutError) as error:
+            log.debug("%s: the place after a step is unknown: %r", session.title, error)
+        if thread in session.stopped:
+            self.shown.show_stopped(session)
