@@ -55,7 +55,6 @@ class DebuggedRanks:
         self.breakpoints: dict[str, Message] = {}  # arguments of `setBreakpoints`, by path
         self.exceptions: Message | None = None  # arguments of `setExceptionBreakpoints`
         self.by_number: dict[int, RankSession] = {}
-        self._attaching: dict[int, asyncio.Task[None]] = {}
         self._next_number = itertools.count(1)
         self.numbers = Numbers()
         self.shown = ShownRank(self.by_number, self.numbers, publish_event)
@@ -67,16 +66,18 @@ class DebuggedRanks:
     async def attach(self, link: Link, ranks: Collection[int]) -> dict[int, str]:
         """Attach to ranks of a world that are not attached; return problems by rank."""
         self.shown.last_rank = None
-        tasks = self.start_attaching(link, ranks)
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        attaching = self.start_attaching(link, ranks)
+        if tasks := [each.attaching for each in attaching if each.attaching is not None]:
+            # If Stop cancels this coroutine, `wait` does not cancel the tasks, as `gather` would:
+            # the next cell would take ranks that lack the breakpoints for attached.
+            await asyncio.wait(tasks)
         if self.exceptions is not None and self.exceptions.get("filters"):
             # A rank forgets them if its collectives are aborted (`RankDebugger.record_abort`).
             await self.request_all("setExceptionBreakpoints", self.exceptions)
-        attached = (self.by_number[number] for number in tasks if number in self.by_number)
         return {
-            session.rank: str(session.ended) or "the debugger has ended"
-            for session in attached
-            if session.ended is not None
+            each.rank: str(each.ended) or "the debugger has ended"
+            for each in attaching
+            if each.ended is not None and each.number in self.by_number
         }
 
     def start_attaching_all(self) -> None:
@@ -84,8 +85,8 @@ class DebuggedRanks:
         for link, _, pids in self._links():
             self.start_attaching(link, {*pids})
 
-    def start_attaching(self, link: Link, ranks: Collection[int]) -> dict[int, asyncio.Task[None]]:
-        """Start to attach to ranks; return the tasks in progress, by the number of the session."""
+    def start_attaching(self, link: Link, ranks: Collection[int]) -> list[RankSession]:
+        """Start to attach to ranks; return the sessions of those ranks that still attach."""
         link.on_debugger = partial(self._receive_soon, asyncio.get_running_loop(), link)
         title, pids = next(((t, p) for each, t, p in self._links() if each is link), ("rank", {}))
         for session in [*self.by_number.values()]:
@@ -97,13 +98,9 @@ class DebuggedRanks:
             number = next(self._next_number)
             session = RankSession(link, rank, pids.get(rank, 0), number, f"{title} {rank}")
             self.by_number[number] = session
-            task = asyncio.create_task(self._attach(session))
-            self._attaching[number] = task
-        return {
-            number: task
-            for number, task in self._attaching.items()
-            if self.by_number[number].link is link and self.by_number[number].rank in ranks
-        }
+            session.attaching = asyncio.create_task(self._attach(session))
+        sessions = (each for each in self.by_number.values() if each.attaching is not None)
+        return [each for each in sessions if each.link is link and each.rank in ranks]
 
     async def _attach(self, session: RankSession) -> None:
         """Start the debugger of a rank, and send it the breakpoints."""
@@ -124,7 +121,7 @@ class DebuggedRanks:
         except SessionEnded as ended:
             log.debug("%s is not debugged: %s", session.title, ended)
         finally:
-            self._attaching.pop(session.number, None)
+            session.attaching = None
 
     def _attach_arguments(self) -> Message:
         return {
@@ -137,7 +134,7 @@ class DebuggedRanks:
 
     async def request_all(self, command: str, arguments: Message) -> None:
         """Send a request to all ranks, and wait for the responses."""
-        sessions = [each for each in self.by_number.values() if each.number not in self._attaching]
+        sessions = [each for each in self.by_number.values() if each.attaching is None]
         requests = (each.request(command, arguments) for each in sessions)
         await asyncio.gather(*requests, return_exceptions=True)
 
@@ -145,20 +142,22 @@ class DebuggedRanks:
         """End the debuggers of all ranks, and forget all breakpoints."""
         self.breakpoints, self.exceptions = {}, None
         self.shown.chosen_rank, self.shown.is_alone = None, False
-        for task in [*self._attaching.values()]:
-            task.cancel()
-        self._attaching.clear()
+        for each in self.by_number.values():
+            if each.attaching is not None:
+                each.attaching.cancel()
         for link in {each.link for each in self.by_number.values()}:
             ranks = tuple(each.rank for each in self.by_number.values() if each.link is link)
             if link.is_up:
                 link.send(CloseDebuggers(ranks))
         ends = [each.has_ended.wait() for each in self.by_number.values() if each.link.is_up]
-        with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*ends), REQUEST_TIMEOUT)
-        for link in {each.link for each in self.by_number.values()}:
-            link.on_debugger = None
-        for session in [*self.by_number.values()]:
-            self._drop(session, "the debugger was switched off")
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.gather(*ends), REQUEST_TIMEOUT)
+        finally:  # also if Stop cancels the wait
+            for link in {each.link for each in self.by_number.values()}:
+                link.on_debugger = None
+            for session in [*self.by_number.values()]:
+                self._drop(session, "the debugger was switched off")
 
     def _drop(self, session: RankSession, problem: str) -> None:
         session.end((session.ended and str(session.ended)) or problem)

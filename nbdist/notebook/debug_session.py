@@ -40,6 +40,7 @@ class RankSession:
         self.stopped: dict[int, Message] = {}  # the bodies of `stopped` events, by thread
         self.ended: SessionEnded | None = None
         self.has_ended = asyncio.Event()
+        self.attaching: asyncio.Task[None] | None = None  # while the rank gets the breakpoints
         self._count = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Message]] = {}
 
@@ -96,6 +97,18 @@ class Numbers:
     def inner(self, number: object) -> tuple[RankSession, int] | None:
         """Return the rank and its own number; None for a number of the notebook's process."""
         return self._inner.get(number) if isinstance(number, int) else None
+
+    def has_stale(self, arguments: Message) -> bool:
+        """Return True if a rank has had a number in these arguments, and has gone on or ended."""
+        return any(
+            self.has_stale(value)
+            if isinstance(value, dict)
+            else name in NUMBER_NAMES
+            and isinstance(value, int)
+            and value >= FIRST_ID
+            and value not in self._inner
+            for name, value in arguments.items()
+        )
 
     def forget(self, session: RankSession, *, with_threads: bool = False) -> None:
         """Forget a rank's frames and variables, which are no longer valid once the rank goes on."""

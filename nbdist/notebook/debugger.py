@@ -33,6 +33,9 @@ PACKAGE = os.path.dirname(os.path.dirname(__file__))
 OWN_ERRORS = frozenset({"WorkerError", "WorkerDied", "CellTimeout", "Interrupted"})
 """Classes of nbdist's errors that report the end of a cell on the ranks."""
 
+GONE = "the rank has gone on since, or its process has ended"
+"""The answer to a request for a frame, variable or thread of a rank that is no longer valid."""
+
 CHOOSE = re.compile(r"\s*%dist_debug\b(?P<options>.*?-r\s*(?P<rank>\d+).*)")
 
 
@@ -103,9 +106,11 @@ class CellDebugger:
         rules.append(rule)
 
         def close() -> None:
-            self._run(self._switch_off(), None)
-            debugger.event_callback = before
-            rules.remove(rule)
+            try:
+                self._run(self._switch_off(), None)
+            finally:
+                debugger.event_callback = before
+                rules.remove(rule)
 
         return close
 
@@ -179,6 +184,9 @@ class CellDebugger:
             # JupyterLab before 4.4.5 asks for thread 1, whichever thread has stopped.
             session, thread = shown.entry
             inner = {**inner, "threadId": thread}
+        if session is None and self._ranks.numbers.has_stale(arguments):
+            # ipykernel's debugger would raise a KeyError, and the page would get no answer.
+            return failure(msg, GONE)
         if session is None:
             return await self._ask_notebook(msg)
         try:
@@ -190,7 +198,8 @@ class CellDebugger:
 
     def _is_for_shown_thread(self, arguments: Message) -> bool:
         is_stopped_here = bool(self._kernel.debugger.stopped_threads)
-        return "threadId" in arguments and not is_stopped_here
+        is_for_rank = self._ranks.numbers.has_stale(arguments)
+        return "threadId" in arguments and not is_stopped_here and not is_for_rank
 
     async def _ask_rank(self, session: RankSession, msg: Message, inner: Message) -> Message:
         command = msg["command"]

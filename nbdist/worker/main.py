@@ -343,6 +343,7 @@ class Tasks:
                 except KeyboardInterrupt:  # a second SIGINT came while the first one was handled
                     self._interrupts.end()
                     STEPS.end_task()
+                    DEBUGGER.end_task()
                     outcome = Done(
                         "error",
                         0.0,

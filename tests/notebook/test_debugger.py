@@ -11,7 +11,7 @@ import pytest
 
 from nbdist.notebook.debug_protocol import is_library
 from nbdist.notebook.debug_session import FIRST_ID, Numbers, RankSession
-from nbdist.notebook.debugger import _choice
+from nbdist.notebook.debugger import GONE, _choice
 from tests.notebook.debug_client import DebugClient
 from tests.notebook.front_end import Notebook, lasting
 
@@ -106,6 +106,43 @@ def test_stop_ends_a_cell_at_a_breakpoint(debug: DebugClient) -> None:
     assert "weight 3.0" in go_on(debug, thread)
 
 
+STOP_BEFORE_SENDING = """import os, signal, sys, threading, time, traceback
+
+def stop(thread=threading.get_ident()):
+    while not {("debugger.py", "prepare"), ("_base.py", "result")} <= {*calls(thread)}:
+        time.sleep(0.01)
+    time.sleep(0.2)  # the debugger's own thread begins to wait
+    os.kill(os.getpid(), signal.SIGINT)
+
+def calls(thread):
+    codes = (each.f_code for each, _ in traceback.walk_stack(sys._current_frames()[thread]))
+    return [(os.path.basename(each.co_filename), each.co_name) for each in codes]
+
+threading.Thread(target=stop, daemon=True).start()
+get_ipython().run_cell_magic("distributed", "", "x = 1")"""
+
+
+def test_stop_while_a_rank_attaches_keeps_its_breakpoints(kernel: Notebook, adapter: None) -> None:
+    """A Stop before a cell is sent does not let ranks run past breakpoints in later cells."""
+    kernel.run("%%distributed -o pids\nos.getpid()")
+    (_, pid) = kernel.value("[*pids]")
+    cell = "%%distributed\nif rank == 1:\n    x = 1\nprint('passed')"
+    debug = DebugClient(kernel)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        debug.start()
+        debug.set_breakpoints(cell, 3)
+        outcome = debug.run(STOP_BEFORE_SENDING)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert [each["ename"] for each in outcome.errors] == ["Interrupted"]
+    debug.begin(cell)
+    thread, frame = debug.stopped()
+    assert (frame["name"], frame["line"]) == ("rank 1 · <module>", 3)
+    assert "passed" in go_on(debug, thread)
+    debug.stop()
+
+
 def test_a_rank_that_dies_at_a_breakpoint_is_told(fresh: Callable[..., Notebook]) -> None:
     """After a death the next stopped rank is shown, and the new rank has the breakpoints."""
     notebook = fresh("%load_ext nbdist", "%%distributed -n 2\nimport os")
@@ -114,13 +151,23 @@ def test_a_rank_that_dies_at_a_breakpoint_is_told(fresh: Callable[..., Notebook]
     cell = "%%distributed\nx = rank\nprint('x', x)"
     debug.set_breakpoints(cell, 3)
     debug.begin(cell)
-    _, frame = debug.stopped()
-    os.kill(int(debug.evaluate(frame, "os.getpid()")), signal.SIGKILL)
     thread, frame = debug.stopped()
+    scope = debug.request("scopes", frameId=frame["id"])["scopes"][0]
+    os.kill(int(debug.evaluate(frame, "os.getpid()")), signal.SIGKILL)
+    gone, (thread, frame) = (thread, frame), debug.stopped()
     assert frame["name"] == "rank 1 · <module>"
     assert "WorkerDied: rank 0" in go_on(debug, thread)
     debug.begin(cell)
     thread, frame = debug.stopped()
+    # A page may still ask for what it has shown of the dead rank.
+    for command, arguments in [
+        ("variables", {"variablesReference": scope["variablesReference"]}),
+        ("scopes", {"frameId": gone[1]["id"]}),
+        ("stackTrace", {"threadId": gone[0]}),
+        ("next", {"threadId": gone[0]}),
+    ]:
+        reply = debug.ask(command, **arguments)
+        assert (reply["success"], reply["message"]) == (False, GONE)
     debug.request("evaluate", expression="%dist_debug -r 0 --alone", frameId=frame["id"])
     thread, frame = debug.stopped()
     assert frame["name"] == "rank 0 · <module>"
@@ -218,8 +265,10 @@ def test_numbers_are_unique_over_ranks() -> None:
     assert frames[0]["id"] != frames[1]["id"]
     assert numbers.to_inner({"frameId": frames[1]["id"]}) == (second, {"frameId": 3})
     assert numbers.to_inner({"frameId": 3}) == (None, {"frameId": 3})
+    assert not numbers.has_stale({"frameId": frames[1]["id"], "threadId": 1})
     numbers.forget(second)
     assert numbers.to_inner({"frameId": frames[1]["id"]})[0] is None
+    assert numbers.has_stale({"inner": {"frameId": frames[1]["id"]}})
     assert numbers.to_inner({"frameId": frames[0]["id"]})[0] is first
 
 

@@ -139,15 +139,16 @@ class DebugSession:
         lifecycle.resume_threads(constants.get_current_thread_id(threading.current_thread()))
 
     def stop_at(self, frame: FrameType | None) -> None:
-        """Stop in a frame of the calling thread, at its current line."""
+        """Stop in a frame of the calling thread, at its current line.
+
+        If Stop ends the wait, the thread is not traced until `begin_task`.
+        """
         thread = threading.current_thread()
         command = import_module("_pydevd_bundle.pydevd_comm_constants").CMD_SET_BREAK
         self._pause_tracing()  # debugpy would also stop in the functions that it calls here
-        try:
-            self._debugger.set_suspend(thread, command)
-            self._debugger.do_wait_suspend(thread, frame, "line", None)
-        finally:
-            self._debugger.enable_tracing()
+        self._debugger.set_suspend(thread, command)
+        self._debugger.do_wait_suspend(thread, frame, "line", None)
+        self._debugger.enable_tracing()
 
     def forget_in_child(self) -> None:
         """Debug nothing in a forked process, which has no thread that could end a breakpoint."""
