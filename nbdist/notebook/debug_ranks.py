@@ -73,7 +73,7 @@ class DebuggedRanks:
             await asyncio.wait(tasks)
         if self.exceptions is not None and self.exceptions.get("filters"):
             # A rank forgets them if its collectives are aborted (`RankDebugger.record_abort`).
-            await self.request_all("setExceptionBreakpoints", self.exceptions)
+            await self._request_all("setExceptionBreakpoints", self.exceptions)
         return {
             each.rank: str(each.ended) or "the debugger has ended"
             for each in attaching
@@ -98,6 +98,10 @@ class DebuggedRanks:
             number = next(self._next_number)
             session = RankSession(link, rank, pids.get(rank, 0), number, f"{title} {rank}")
             self.by_number[number] = session
+            for arguments in self.breakpoints.values():
+                session.add_unsent("setBreakpoints", arguments)
+            if self.exceptions is not None:
+                session.add_unsent("setExceptionBreakpoints", self.exceptions)
             session.attaching = asyncio.create_task(self._attach(session))
         sessions = (each for each in self.by_number.values() if each.attaching is not None)
         return [each for each in sessions if each.link is link and each.rank in ranks]
@@ -110,11 +114,10 @@ class DebuggedRanks:
             async with asyncio.timeout(ATTACH_TIMEOUT):
                 await ask("initialize", CLIENT)
                 await ask("attach", self._attach_arguments())
-                for arguments in [*self.breakpoints.values()]:
-                    await ask("setBreakpoints", arguments)
-                if self.exceptions is not None:
-                    await ask("setExceptionBreakpoints", self.exceptions)
+                await session.send_unsent(ATTACH_TIMEOUT)
                 await ask("configurationDone", {})
+                # The front end may have set more breakpoints during the last request.
+                await session.send_unsent(ATTACH_TIMEOUT)
         except TimeoutError:
             session.end(f"no answer within {ATTACH_TIMEOUT:.0f} s")
             session.link.send(CloseDebuggers((session.rank,)))
@@ -132,10 +135,31 @@ class DebuggedRanks:
             "stopAllThreadsOnSuspend": False,
         }
 
-    async def request_all(self, command: str, arguments: Message) -> None:
-        """Send a request to all ranks, and wait for the responses."""
-        sessions = [each for each in self.by_number.values() if each.attaching is None]
-        requests = (each.request(command, arguments) for each in sessions)
+    async def set_breakpoints(self, arguments: Message) -> None:
+        """Set the breakpoints in one file on all ranks, and later on new ranks."""
+        path = (arguments.get("source") or {}).get("path", "")
+        if arguments.get("breakpoints"):
+            self.breakpoints[path] = arguments
+        else:
+            self.breakpoints.pop(path, None)
+        await self._request_all("setBreakpoints", arguments)
+
+    async def set_exceptions(self, arguments: Message) -> None:
+        """Set at which exceptions all ranks stop, and later new ranks."""
+        self.exceptions = arguments
+        await self._request_all("setExceptionBreakpoints", arguments)
+
+    async def _request_all(self, command: str, arguments: Message) -> None:
+        """Send a request to all ranks, and wait for the responses.
+
+        A rank that is being attached gets the request before the next cell; its response is not
+        waited for.
+        """
+        sessions = [*self.by_number.values()]
+        for each in sessions:
+            if each.attaching is not None:
+                each.add_unsent(command, arguments)
+        requests = [each.request(command, arguments) for each in sessions if each.attaching is None]
         await asyncio.gather(*requests, return_exceptions=True)
 
     async def detach_all(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from nbdist.notebook.debug_protocol import Message, is_outer
@@ -41,6 +42,7 @@ class RankSession:
         self.ended: SessionEnded | None = None
         self.has_ended = asyncio.Event()
         self.attaching: asyncio.Task[None] | None = None  # while the rank gets the breakpoints
+        self._unsent: deque[tuple[str, Message]] = deque()  # requests that wait for `send_unsent`
         self._count = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Message]] = {}
 
@@ -62,6 +64,15 @@ class RankSession:
             return await asyncio.wait_for(answer, timeout)
         finally:
             self._pending.pop(number, None)
+
+    def add_unsent(self, command: str, arguments: Message) -> None:
+        """Add a request that `send_unsent` sends, while the rank is being attached."""
+        self._unsent.append((command, arguments))
+
+    async def send_unsent(self, timeout: float) -> None:
+        """Send all requests that were added, also meanwhile; raises the errors of `request`."""
+        while self._unsent:
+            await self.request(*self._unsent.popleft(), timeout)
 
     def resolve(self, response: Message) -> None:
         """Give the response to the request that it answers."""

@@ -168,10 +168,11 @@ class CellDebugger:
                     self._ranks.start_attaching_all()
                 return reply
             case "setBreakpoints":
-                return await self._set_breakpoints(msg, arguments)
+                reply = await self._ask_notebook(msg)
+                await self._ranks.set_breakpoints(arguments)
+                return reply
             case "setExceptionBreakpoints":
-                self._ranks.exceptions = arguments
-                await self._ranks.request_all(command, arguments)
+                await self._ranks.set_exceptions(arguments)
                 return await self._ask_notebook(msg)
             case "debugInfo":
                 return self._with_stopped_thread(await self._ask_notebook(msg))
@@ -257,16 +258,6 @@ class CellDebugger:
     async def _switch_off(self) -> None:
         self.is_on = False
         await self._ranks.detach_all()
-
-    async def _set_breakpoints(self, msg: Message, arguments: Message) -> Any:
-        path = (arguments.get("source") or {}).get("path", "")
-        if arguments.get("breakpoints"):
-            self._ranks.breakpoints[path] = arguments
-        else:
-            self._ranks.breakpoints.pop(path, None)
-        reply = await self._ask_notebook(msg)
-        await self._ranks.request_all("setBreakpoints", arguments)
-        return reply
 
     def _with_stopped_thread(self, reply: Any) -> Any:
         """Add the thread that is shown to the reply to `debugInfo`: the page may be a new one."""

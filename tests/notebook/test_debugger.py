@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
 
 from nbdist.notebook.debug_protocol import is_library
+from nbdist.notebook.debug_ranks import DebuggedRanks
 from nbdist.notebook.debug_session import FIRST_ID, Numbers, RankSession
 from nbdist.notebook.debugger import GONE, _choice
+from nbdist.wire.messages import FromDebugger, ToDebugger
 from tests.notebook.debug_client import DebugClient
 from tests.notebook.front_end import Notebook, lasting
 
@@ -270,6 +274,52 @@ def test_numbers_are_unique_over_ranks() -> None:
     assert numbers.to_inner({"frameId": frames[1]["id"]})[0] is None
     assert numbers.has_stale({"inner": {"frameId": frames[1]["id"]}})
     assert numbers.to_inner({"frameId": frames[0]["id"]})[0] is first
+
+
+class SlowLink:
+    """The link to a rank's debugger, which answers each request once `during` has run for it."""
+
+    is_up = True
+
+    def __init__(self, during: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+        self.on_debugger: Callable[[FromDebugger | None], None] | None = None
+        self.received = list[tuple[str, Any]]()
+        self._during = during
+        self._answers = set[asyncio.Task[None]]()
+
+    def send(self, message: object) -> None:
+        if isinstance(message, ToDebugger):
+            self._answers.add(asyncio.get_running_loop().create_task(self._answer(message)))
+
+    async def _answer(self, message: ToDebugger) -> None:
+        request = json.loads(message.text)
+        self.received.append((request["command"], request["arguments"].get("breakpoints")))
+        await self._during(request["command"])
+        response = {"type": "response", "request_seq": request["seq"], "success": True}
+        assert self.on_debugger is not None
+        self.on_debugger(FromDebugger(message.rank, message.session, json.dumps(response)))
+
+
+@pytest.mark.parametrize("moment", ["attach", "setBreakpoints", "configurationDone"])
+def test_a_breakpoint_that_is_set_while_a_rank_attaches_reaches_it(moment: str) -> None:
+    """Whichever request the rank answers just then, it gets the breakpoint before the next cell."""
+    before, after = [{"line": 1}], [{"line": 2}]
+
+    async def attach() -> list[tuple[str, Any]]:
+        async def set_breakpoint(command: str) -> None:
+            if command == moment and "2" not in ranks.breakpoints:
+                await ranks.set_breakpoints({"source": {"path": "2"}, "breakpoints": after})
+
+        link: Any = SlowLink(set_breakpoint)
+        ranks = DebuggedRanks(lambda: [(link, "rank", {0: 100})], print, just_my_code=False)
+        await ranks.set_breakpoints({"source": {"path": "1"}, "breakpoints": before})
+        assert await ranks.attach(link, [0]) == {}
+        received: list[tuple[str, Any]] = link.received
+        return received
+
+    received = asyncio.run(attach())
+    points = [points for command, points in received if command == "setBreakpoints"]
+    assert points == [before, after]
 
 
 @pytest.mark.parametrize(
