@@ -98,8 +98,9 @@ class ControlThread:
     def _answer(
         self, request: control.ControlRequest, send: Callable[[control.ControlReply], None]
     ) -> None:
-        # Completions and nccl's aborts can take seconds, so they run on threads of the executor.
-        # Otherwise a later request, such as an abort that releases this rank, would wait for them.
+        # Completions, nccl's aborts and the end of an earlier debugger can take seconds each,
+        # so they run on threads of the executor. Otherwise a later request, such as an abort that
+        # releases this rank, would wait for them.
         match request:
             case Complete() | Inspect():
                 # Two threads must not call IPython's completer at once: while it is busy, answer
@@ -111,6 +112,8 @@ class ControlThread:
                 if self._abort_future is None or self._abort_future.done():
                     self._abort_future = self._executor.submit(self._answer_or_failure, request)
                 future = self._abort_future
+            case control.StartDebugger():
+                future = self._executor.submit(self._answer_or_failure, request)
             case _:
                 with allow_more_descriptors():
                     answer = self._answer_or_failure(request)

@@ -18,7 +18,7 @@ from types import FrameType
 from nbdist.worker.compat import debugpy
 
 ACCEPT_TIMEOUT = 5.0  # seconds for the agent to connect
-CLOSE_TIMEOUT = 5.0  # seconds for the last session to end before another one
+CLOSE_TIMEOUT = 6.0  # seconds for the last session to end, also one that still waits for the agent
 
 
 class CannotDebug(Exception):
@@ -29,6 +29,7 @@ class RankDebugger:
     """The debugger of this process; `DEBUGGER` is the only one."""
 
     def __init__(self) -> None:
+        self._open_lock = threading.Lock()  # two requests of the agent may call `open` at once
         self._session: debugpy.DebugSession | None = None
         self._connection: socket.socket | None = None
         self._thread: threading.Thread | None = None
@@ -45,26 +46,27 @@ class RankDebugger:
     def open(self, path: str, loop: asyncio.AbstractEventLoop) -> None:
         """Listen at `path` for one connection, which a new session then serves.
 
-        `loop` is the main thread's.  The connection of the last session is closed.  Raises
-        CannotDebug if debugpy is not installed or if user code uses it.
+        `loop` is the main thread's.  Closes the connection of the last session first, and waits up
+        to `CLOSE_TIMEOUT` until that session has ended.  Raises CannotDebug if it has not, if
+        debugpy is not installed, or if user code uses debugpy.
         """
-        self.close()
-        if problem := debugpy.missing():
-            raise CannotDebug(problem)
-        self._loop = loop
-        listener = socket.socket(socket.AF_UNIX)
-        with suppress(FileNotFoundError):
-            os.unlink(path)
-        listener.bind(path)
-        listener.listen(1)
-        listener.settimeout(ACCEPT_TIMEOUT)
-        self._thread = threading.Thread(
-            target=self._serve, args=(listener, path), name="nbdist-debugger", daemon=True
-        )
-        self._thread.start()
+        with self._open_lock:
+            self._end_last_session()
+            if problem := debugpy.missing():
+                raise CannotDebug(problem)
+            self._loop = loop
+            listener = socket.socket(socket.AF_UNIX)
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            listener.bind(path)
+            listener.listen(1)
+            listener.settimeout(ACCEPT_TIMEOUT)
+            self._thread = threading.Thread(
+                target=self._serve, args=(listener, path), name="nbdist-debugger", daemon=True
+            )
+            self._thread.start()
 
-    def close(self) -> None:
-        """Close the connection of a session, and wait until the session has ended."""
+    def _end_last_session(self) -> None:
         thread, connection = self._thread, self._connection
         if connection is not None:
             with suppress(OSError):

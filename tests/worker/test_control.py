@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import tempfile
 import time
+from collections import deque
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -33,15 +35,24 @@ class Asker:
         self._socket.settimeout(SOON)
         self._socket.connect(str(path))
         self._cutter = FrameCutter()
+        self._frames: deque[Any] = deque()
 
     def ask(self, request: control.ControlRequest) -> control.ControlReply:
-        self._socket.sendall(framed(pack((7, request))))
-        while data := self._socket.recv(1 << 16):
-            for frame in self._cutter.feed(data):
-                number, answer = control.answer_from(frame)
-                assert number == 7
-                return answer
-        raise AssertionError("the connection was closed")
+        self.send(7, request)
+        number, answer = self.receive()
+        assert number == 7
+        return answer
+
+    def send(self, number: int, request: control.ControlRequest) -> None:
+        self._socket.sendall(framed(pack((number, request))))
+
+    def receive(self) -> tuple[int, control.ControlReply]:
+        """Return the next answer, with the number of its request."""
+        while not self._frames:
+            data = self._socket.recv(1 << 16)
+            assert data, "the connection was closed"
+            self._frames.extend(self._cutter.feed(data))
+        return control.answer_from(self._frames.popleft())
 
     def close(self) -> None:
         self._socket.close()
@@ -75,6 +86,19 @@ def test_aborting_a_collective_ends_its_wait(world: World) -> None:
         world.session.heal()
         assert rank1.ask(control.LastCollective()) == control.Ok()
     world.execute("dist.barrier()")
+
+
+def test_a_debugger_that_waits_for_the_last_one_delays_no_other_request(world: World) -> None:
+    """The start of a debugger waits until an earlier one has given up; other requests do not."""
+    world.execute("pass")
+    with closing(Asker(1)) as rank1, tempfile.TemporaryDirectory() as folder:
+        start = control.StartDebugger(f"{folder}/debugger")
+        assert rank1.ask(start) == control.Ok()
+        rank1.send(1, start)
+        rank1.send(2, control.ListGroups())
+        answers = dict([rank1.receive(), rank1.receive()])
+        assert [*answers] == [2, 1]
+        assert answers[1] == control.Ok()
 
 
 # --- questions of a front end --------------------------------------------------------------
