@@ -10,6 +10,7 @@ import nbformat
 from nbdist.output.mimes import WIDGET
 from tests.hosts.network import Host
 from tests.hosts.sshd import Sshd
+from tests.notebook.debug_client import STEP, DebugClient
 from tests.notebook.front_end import Notebook, body
 from tests.notebook.test_widgets import Page
 from tests.notebooks.test_notebooks import MANY_MACHINES, code_cells, run, text
@@ -62,6 +63,27 @@ def test_magics_name_the_hosts_of_ranks(sshd: Sshd, hosts: list[Host], tmp_path:
         hosts[1].link_up()
         back = lambda: "now 2 workers" in notebook.run("%%distributed\nmark = 1").text  # noqa: E731
         wait_until(back, "node2 is back")
+
+
+def test_a_breakpoint_stops_ranks_on_both_hosts(sshd: Sshd, hosts: list[Host]) -> None:
+    """The ranks of two hosts stop at a breakpoint, step together, and are shown by turns."""
+    with closing(Notebook("%load_ext nbdist", env=sshd.environ)) as notebook:
+        assert notebook.run("%%distributed --hosts node1:1,node2:1\nimport os").errors == []
+        debug = DebugClient(notebook)
+        debug.start()
+        debug.set_breakpoints(STEP, 3)
+        debug.begin(STEP)
+        thread, frame = debug.stopped()
+        assert frame["name"] == "rank 0 · train_step"
+        debug.request("next", threadId=thread)
+        thread, frame = debug.stopped()
+        debug.evaluate(frame, "%dist_debug -r 1")
+        thread, frame = debug.stopped()
+        assert (frame["name"], frame["line"]) == ("rank 1 · train_step", 4)
+        assert debug.evaluate(frame, "os.uname().nodename") == "'node2'"
+        debug.request("continue", threadId=thread)
+        assert "weight 3.0" in debug.finish(goes_on=True).seen
+        debug.stop()
 
 
 def test_the_tutorial_runs_over_ssh(hosts: list[Host], path: None, tmp_path: Path) -> None:

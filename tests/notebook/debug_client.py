@@ -12,6 +12,16 @@ from tests.waiting import SOON
 
 Message = dict[str, Any]
 
+STEP = """%%distributed
+def train_step(weight):
+    gradient = weight * (rank + 1)
+    dist.all_reduce(gradient)
+    return gradient
+
+weight = train_step(torch.ones(1))
+print("weight", weight.item())"""
+"""A cell with a step that all ranks make together; its weight is the sum of the ranks' numbers."""
+
 
 class DebugClient:
     """What JupyterLab's debugger does: its requests, its events, and a cell that may stop."""

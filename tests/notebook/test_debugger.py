@@ -16,22 +16,12 @@ from nbdist.notebook.debug_ranks import DebuggedRanks
 from nbdist.notebook.debug_session import FIRST_ID, Numbers, RankSession
 from nbdist.notebook.debugger import GONE, _choice
 from nbdist.wire.messages import FromDebugger, ToDebugger
-from tests.notebook.debug_client import DebugClient
+from tests.notebook.debug_client import STEP, DebugClient
 from tests.notebook.front_end import Notebook, lasting
 
 pytest.importorskip("debugpy")
 
 kernel = lasting("%load_ext nbdist", "%%distributed -n 2\nimport os, time")
-
-
-STEP = """%%distributed
-def train_step(weight):
-    gradient = weight * (rank + 1)
-    dist.all_reduce(gradient)
-    return gradient
-
-weight = train_step(torch.ones(1))
-print("weight", weight.item())"""
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +71,18 @@ def test_ranks_step_together_over_a_collective(debug: DebugClient) -> None:
     assert debug.evaluate(frame, "gradient.item()") == "3.0"
     debug.evaluate(frame, "gradient.mul_(10)")
     assert "weight 30.0" in go_on(debug, thread)
+
+
+def test_a_page_that_asks_for_thread_1_gets_the_stopped_rank(debug: DebugClient) -> None:
+    """JupyterLab before 4.4.5 asks for thread 1, whichever thread has stopped."""
+    debug.set_breakpoints(STEP, 3)
+    debug.begin(STEP)
+    debug.next_event("stopped")
+    assert [each["name"] for each in debug.stack(1)] == ["rank 0 · train_step", "rank 0 · <module>"]
+    debug.request("next", threadId=1)
+    debug.next_event("stopped")
+    assert debug.stack(1)[0]["line"] == 4
+    assert "weight 3.0" in go_on(debug, 1)
 
 
 def test_a_rank_that_stops_alone_is_waited_for(debug: DebugClient) -> None:
