@@ -171,8 +171,10 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 def is_frame_of_debugger(frame: FrameType) -> bool:
     """Return True for a call of pydevd, such as the wait at a breakpoint."""
-    file = frame.f_code.co_filename
-    return file.startswith("_pydevd") or "/debugpy/_vendored/" in file
+    file, function = frame.f_code.co_filename, frame.f_code.co_name
+    # From Python 3.12 on, the first call is of a function that Cython has made.
+    is_made_by_cython = file == "<stringsource>" and "pydevd" in function
+    return file.startswith("_pydevd") or "/debugpy/_vendored/" in file or is_made_by_cython
 
 
 def stop_tracing() -> None:
