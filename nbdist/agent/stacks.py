@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from nbdist.values.definitions import function_name
-from nbdist.wire.places import StackFrame
+from nbdist.wire.places import CELL_FILE, StackFrame
 from nbdist.wire.stack_layout import CallLayout
 from nbdist.wire.work import Task
 
@@ -53,8 +53,6 @@ CRASHES = frozenset(
     for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGBUS, signal.SIGILL)
 )
 """Exit codes of processes whose calls faulthandler has written to the file."""
-
-CELL_FILE = re.compile(r"/ipykernel_\d+/\d+\.py$")
 
 CELL_RUNNER_FILES = (
     *("/ipykernel/", "/IPython/", "/tornado/", "/traitlets/", "/asyncio/"),

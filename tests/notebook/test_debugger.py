@@ -128,12 +128,12 @@ threading.Thread(target=stop, daemon=True).start()
 get_ipython().run_cell_magic("distributed", "", "x = 1")"""
 
 
-def test_stop_while_a_rank_attaches_keeps_its_breakpoints(kernel: Notebook, adapter: None) -> None:
+def test_stop_while_a_rank_attaches_keeps_its_breakpoints(debug: DebugClient) -> None:
     """A Stop before a cell is sent does not let ranks run past breakpoints in later cells."""
-    kernel.run("%%distributed -o pids\nos.getpid()")
-    (_, pid) = kernel.value("[*pids]")
+    assert debug.run("%%distributed -o pids\nos.getpid()").errors == []
+    (_, pid) = debug.notebook.value("[*pids]")
     cell = "%%distributed\nif rank == 1:\n    x = 1\nprint('passed')"
-    debug = DebugClient(kernel)
+    debug.stop()
     os.kill(pid, signal.SIGSTOP)
     try:
         debug.start()
@@ -146,7 +146,6 @@ def test_stop_while_a_rank_attaches_keeps_its_breakpoints(kernel: Notebook, adap
     thread, frame = debug.stopped()
     assert (frame["name"], frame["line"]) == ("rank 1 · <module>", 3)
     assert "passed" in go_on(debug, thread)
-    debug.stop()
 
 
 def test_a_rank_that_dies_at_a_breakpoint_is_told(fresh: Callable[..., Notebook]) -> None:
@@ -182,6 +181,19 @@ def test_a_rank_that_dies_at_a_breakpoint_is_told(fresh: Callable[..., Notebook]
     assert "x 0" in go_on(debug, thread)
     debug.stop()
     notebook.manager.shutdown_kernel(now=True)
+
+
+def test_a_rank_stops_in_a_cell_without_a_file(debug: DebugClient) -> None:
+    """A rank on another machine has no file of the cell, and still stops at its breakpoint."""
+    cell = "%%distributed\nx = rank\nprint('x', x)"
+    path = debug.request("dumpCell", code=cell)["sourcePath"]
+    os.unlink(path)
+    points = {"breakpoints": [{"line": 3}], "source": {"path": path}, "sourceModified": False}
+    debug.request("setBreakpoints", **points)
+    debug.begin(cell)
+    thread, frame = debug.stopped()
+    assert (frame["line"], frame["source"]["path"]) == (3, path)
+    assert "x 0" in go_on(debug, thread)
 
 
 def test_breakpoint_uses_the_debugger_while_it_is_on(debug: DebugClient) -> None:

@@ -10,12 +10,14 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import FrameType
 from typing import Any
+
+from nbdist.wire.places import CELL_FILE
 
 # pydevd reads these variables when it is imported.  The first two make a step go from a statement
 # of a cell to the next statement, although IPython runs each statement alone: a statement is
@@ -46,6 +48,9 @@ def _import_pydevd() -> Any:
     os.environ.update(IMPORT_ENVIRON)
     try:
         import_module("debugpy._vendored.force_pydevd")
+        files: Any = import_module("pydevd_file_utils")
+        if getattr(files.exists, "func", None) is not _exists:
+            files.exists = partial(_exists, files.exists)
         return import_module("pydevd")
     finally:
         sys.breakpointhook = hook
@@ -54,6 +59,14 @@ def _import_pydevd() -> Any:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _exists(original: Callable[[str], bool], file: str) -> bool:
+    """Return True for a file that exists, and for a cell, whose file the notebook's machine has.
+
+    pydevd ignores a breakpoint in a file that does not exist.
+    """
+    return CELL_FILE.search(file) is not None or original(file)
 
 
 class DebugSession:
