@@ -503,7 +503,7 @@ def without_debugger() -> AbstractContextManager[None]:
     front end attaches to it, which JupyterLab never does.
     """
     pydevd = sys.modules.get("_pydev_bundle.pydev_monkey")  # None if nothing is debugged here
-    return getattr(pydevd, "skip_subprocess_arg_patch", nullcontext)()  # type: ignore[no-any-return]
+    return getattr(pydevd, "skip_subprocess_arg_patch", nullcontext)()
 
 
 class Child:
