@@ -1,5 +1,6 @@
 """How Sphinx builds the manual: `python -m sphinx -W docs site`."""
 
+import html
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,10 @@ autodoc_member_order = "bysource"
 # Of a longer signature each argument has a line.  Modules count, although they are not shown.
 python_maximum_signature_line_length = 130
 default_role = "code"  # what single backticks in docstrings are
+html_show_sourcelink = False  # the source of the first page is one line that includes another file
+html_domain_indices = False  # there is one module to list
+
+SHORTEST_DIVIDED = 20  # characters of a name that can be divided
 
 # Files outside of this folder to which included ones link, by the page that includes them.
 PAGE_OF = {".github/CONTRIBUTING.md": "contributing", "CHANGELOG.md": "changes"}
@@ -64,6 +69,29 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", mark_examples, priority=400)
     app.connect("doctree-resolved", divide_by_colons)
     app.connect("doctree-resolved", shorten_types)
+    app.connect("html-page-context", mark_breaks)
+
+
+def mark_breaks(
+    _app: Sphinx, _page: str, _template: str, context: dict[str, str], _: object
+) -> None:
+    """Let the browser divide long names in the text after a dot, slash, hyphen or comma."""
+    if "body" in context:
+        names = r'(?<=<span class="pre">)[^<>]+'
+        context["body"] = re.sub(names, lambda name: with_breaks(name[0]), context["body"])
+
+
+def with_breaks(name: str) -> str:
+    """Return the name, which is HTML, with `<wbr>` between its parts; short names have one part.
+
+    An underscore divides only a part that is too long itself.
+    """
+    if len(html.unescape(name)) < SHORTEST_DIVIDED:
+        return name
+    parts = re.split(r"(?<=\w[-./,])(?=\w)", name)
+    return "<wbr>".join(
+        part if len(part) < SHORTEST_DIVIDED else part.replace("_", "_<wbr>") for part in parts
+    )
 
 
 def shorten_types(_app: Sphinx, page: nodes.document, _name: str) -> None:

@@ -120,24 +120,42 @@ CUT_OFF = """() => [...document.querySelectorAll("article table")].filter(
 ).length"""
 
 LOOKS = """kind => {
-    const style = getComputedStyle(document.querySelector(`div.highlight-${kind} pre`));
-    return [style.backgroundColor, style.borderTopStyle, style.borderLeftStyle];
+    const block = document.querySelector(`div.highlight-${kind} pre`);
+    const style = getComputedStyle(block);
+    const behind = getComputedStyle(block.parentElement).backgroundColor;
+    return [behind, style.backgroundColor, style.borderTopStyle, style.borderLeftStyle];
 }"""
 
 
 def test_no_table_is_cut_off(site: Path, page: Page) -> None:
-    """On a page of 1280 pixels no column of a table is cut off."""
+    """On a page of 1280 or 700 pixels no column of a table is cut off."""
     for file in sorted(DOCS.rglob("*.md")):
         name = file.relative_to(DOCS).with_suffix(".html")
         page.goto((site / name).as_uri())
-        assert (name, page.evaluate(CUT_OFF)) == (name, 0)
+        for width in (1280, 700):
+            page.set_viewport_size({"width": width, "height": 900})
+            assert (name, width, page.evaluate(CUT_OFF)) == (name, width, 0)
+
+
+def test_tables_divide_names_only_between_their_parts(site: Path) -> None:
+    """A table can divide a long name between its parts, and never a short name."""
+    parts = {
+        each.get_text(): each.get_text("|")
+        for name in ("timeouts", "reference")
+        for each in read(site, name).select("td span.pre")
+    }
+    assert parts["world/recovery.SPARE_TIMEOUT"] == "world/|recovery.|SPARE_TIMEOUT"
+    assert parts["--stop-on-difference"] == "--stop-|on-|difference"
+    assert parts["--hang-timeout"] == "--hang-timeout"
 
 
 def test_output_does_not_look_like_code(site: Path, page: Page) -> None:
     """The output of a cell has a line at its side, and no box as the cell's code has."""
     page.goto((site / "cells.html").as_uri())
-    background, top, left = page.evaluate(LOOKS, "text")
-    assert (background, top, left) == ("rgba(0, 0, 0, 0)", "none", "solid")
-    background, top, left = page.evaluate(LOOKS, "python")
-    assert background != "rgba(0, 0, 0, 0)"
-    assert (top, left) == ("solid", "solid")
+    nothing = "rgba(0, 0, 0, 0)"
+    for theme in ("light", "dark"):
+        page.evaluate("theme => { document.documentElement.dataset.theme = theme }", theme)
+        assert page.evaluate(LOOKS, "text") == [nothing, nothing, "none", "solid"]
+        _, background, top, left = page.evaluate(LOOKS, "python")
+        assert background != nothing
+        assert (top, left) == ("solid", "solid")
