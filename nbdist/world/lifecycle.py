@@ -175,3 +175,6 @@ def attach(workers: Workers, link: Link, attached: Attached, namespace: dict[str
         workers.advance(Event.RANK_DIED)
     if not attached.is_whole:
         workers.advance(Event.ABORTED)
+    # The agent sends outputs that the last notebook has not received before it answers a request.
+    # With these outputs a task may have ended, whose ranks would seem to be busy.
+    workers.link.call(messages.SpareRanks(()))

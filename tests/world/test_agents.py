@@ -290,6 +290,17 @@ def test_ranks_are_released_without_a_notebook() -> None:
 
 
 @pytest.mark.own_agent
+def test_a_cell_runs_at_once_if_the_task_has_ended_without_a_notebook() -> None:
+    """A task that ended while detached does not keep its ranks busy for the next notebook."""
+    with script("time.sleep(0.5)", "none") as process:
+        process.kill()
+        wait_until(lambda: here()[0].info.state == "ready", "all ranks have ended the task")
+        with attach(NAME) as world:
+            world.execute("x += 1")
+            assert world.gather("x") == [1, 2]
+
+
+@pytest.mark.own_agent
 @pytest.mark.parametrize(
     ("source", "error", "words"),
     [
