@@ -260,7 +260,8 @@ class WorldBroken(UsageError):
 class StartError(NbdistError):
     """A worker, or an agent if `rank` is None, could not start, so the whole world was ended.
 
-    If a process was started, the last lines of its log follow the first line of the message.
+    If the reason alone does not say enough, the message also has the command, and the last lines of
+    its log.
     """
 
     def __init__(
@@ -268,7 +269,7 @@ class StartError(NbdistError):
     ) -> None:
         self.rank, self.host, self.command = rank, host, command
         self.log_lines = tuple(log_lines[-START_LOG_LINES:])
-        if not command:  # no process was started, so no log exists
+        if not command:  # the reason says all: the command and its log would not explain more
             super().__init__(f"the workers could not start: {why.rstrip('.')}.")
             return
         who = "the agent" if rank is None else f"rank {rank}"

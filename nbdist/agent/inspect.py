@@ -383,7 +383,7 @@ class GpuGauge:
 
 
 def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value  # pynvml before 11 returns bytes
+    return value.decode() if isinstance(value, bytes) else value  # pynvml before 11.5 returns bytes
 
 
 # --- reports to the notebook --------------------------------------------------------------------

@@ -31,7 +31,7 @@ from nbdist.system.processes import agent_command as agent_command  # used by la
 from nbdist.topology import Host
 
 AGENTS_ARRIVE_TIMEOUT = 60.0  # seconds for Python to start on a machine, and its agent to connect
-LAUNCHER_KILL_TIMEOUT = 2.0  # seconds for a launcher's process to exit after a signal
+LAUNCHER_KILL_TIMEOUT = 2.0  # seconds for a launcher to end after it was told to
 
 
 class LaunchError(Exception):

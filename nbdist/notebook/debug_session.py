@@ -70,7 +70,10 @@ class RankSession:
         self._unsent.append((command, arguments))
 
     async def send_unsent(self, timeout: float) -> None:
-        """Send all requests that were added, also meanwhile; raises the errors of `request`."""
+        """Send the requests of `add_unsent`, one after the other, and wait for each response.
+
+        Requests that are added during the wait are sent too.  Raises the errors of `request`.
+        """
         while self._unsent:
             await self.request(*self._unsent.popleft(), timeout)
 

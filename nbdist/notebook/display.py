@@ -1,7 +1,8 @@
 """Shows the output of cells and magics in the notebook: panels, plain lines, tables, progress.
 
-Runs in the notebook's process, on IPython's main thread.  `make_display` chooses between a panel
-and plain lines; cells and commands then draw on the display that it returns.
+Runs in the notebook's process: on IPython's main thread, or on the thread of a subshell for a magic
+that runs there.  `make_display` chooses between a panel and plain lines; cells and commands then
+draw on the display that it returns.
 """
 
 from __future__ import annotations

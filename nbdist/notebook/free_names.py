@@ -383,7 +383,9 @@ def _filled_in(texts: list[str]) -> list[str]:
 def _python(text: str) -> str:
     """Return the Python code in a magic's text, or "" if there is none.
 
-    Leaves out options at the beginning and lines with `%` or `!` as far as that makes it Python.
+    If the text is no Python as it stands, lines that begin with `%` or `!` are left out.  If the
+    rest is no Python either, one option or number at the beginning (`-n 3`) is removed, and both
+    are tried again.
     """
     while True:
         code = next(filter(_is_python, (text, _IPYTHON_LINE.sub("", text))), "")

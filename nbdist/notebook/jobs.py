@@ -180,7 +180,11 @@ class Job:
         return None if error is None else error.with_traceback(None)
 
     def _run_until(self, timeout: float, show: Callable[[], None] = lambda: None) -> int:
-        """Run the job to its end, or until `timeout` or a Stop; return the number of Stops."""
+        """Wait until the job has ended, for `timeout` seconds at most, or until Stop is pressed.
+
+        On the main thread this method runs the job's steps; for another thread the main thread runs
+        them.  `show` is called before each step.  Returns how often Stop was pressed.
+        """
         deadline = time.monotonic() + timeout
         with Stops() as stops:
             while not (self.has_ended or stops.count) and time.monotonic() < deadline:

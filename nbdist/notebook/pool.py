@@ -68,7 +68,7 @@ class Pool:
         # The rank that failed first in the last cell that failed, with the time and its error.
         self.failed: tuple[float, int, RankError] | None = None
         self.routine = Routine()
-        self.request: dict[str, Any] = {}  # the Jupyter message that ran the last cell
+        self.request: dict[str, Any] = {}  # the Jupyter message of the last distributed cell
         self.shown_size = 0  # the number of workers that the user was last told
         self._displayed_in = 0  # the length of IPython's history at the last `display`
         # The link to the agent that `%load_ext` has started, until a world takes it over.

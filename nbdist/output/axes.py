@@ -126,7 +126,11 @@ def with_axes(image: str, down: Axis, across: Axis, edge: float) -> str:
 
 
 def _spread(places: Sequence[tuple[float, str]], style: str) -> str:
-    """Return labels at these shares of a row or column, between spaces; labels take no room."""
+    """Return HTML with labels in a flex row or column, each at its share of the length, 0 to 1.
+
+    Empty elements between the labels keep the distances.  `style` must give the labels no size
+    along the row or column, so that no label shifts the others.
+    """
     ends = [0.0, *(share for share, _ in places), 1.0]
     spaces = [
         f'<div style="flex:{max(0.0, after - before):.4f} 1 0"></div>'

@@ -181,9 +181,10 @@ class BarRows:
             del self.by_row[below]
 
     def drop_above(self, first: int) -> None:
-        """Forget how bars above row `first` began, since the screen has dropped these rows.
+        """Drop the entries of `_first_drawn` above row `first`, as the screen has dropped the rows.
 
-        The bars themselves stay, up to `_MAX_BARS` in all; the topmost are dropped first.
+        The bars of these rows stay.  Only if there are more than `_MAX_BARS` bars in all rows, the
+        topmost bars are dropped.
         """
         for row in [row for row in self._first_drawn if row < first]:
             del self._first_drawn[row]

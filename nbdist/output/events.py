@@ -55,7 +55,8 @@ def plain_of(data: MimeBundle) -> str:
     such as Markdown.  If there is no such source, return text/plain, or the mime types if empty.
     """
     text = text_of(data.get("text/plain", ""))
-    if text and not _NAME_OF_A_CLASS.fullmatch(text):  # a name, as for `display(Markdown(x))`
+    # The text of `display(Markdown(x))` only names the class, so the source is returned instead.
+    if text and not _NAME_OF_A_CLASS.fullmatch(text):
         return text
     if source := next(readable_in(data), None):
         return text_of(data[source.kind])

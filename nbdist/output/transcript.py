@@ -583,9 +583,9 @@ def fold_shown(shown: Sequence[RichDisplay]) -> RichDisplay:
 
 
 def fold_tail(pieces: Sequence[OutputPiece], count: int) -> list[ScreenLine]:
-    """Return the last `count` lines of the screens of alike ranks, each line merged.
+    """Return the last `count` lines that all screens of these alike ranks have, each line merged.
 
-    If a screen has more lines than another screen, its additional last lines are left out.
+    Lines at the end of a screen that a shorter screen lacks are left out first.
     """
     screens = [piece for piece in pieces if isinstance(piece, Screen)]
     common = min(screen.line_count for screen in screens)

@@ -196,10 +196,11 @@ def _frames(rows: Iterable[str]) -> Iterator[list[str]]:
 
 
 def shorten_traceback(text: str, max_rows: int, width: int = 2000) -> list[TracebackPart]:
-    """Split a traceback so that about `max_rows` rows are visible, cut to about `width` characters.
+    """Split a traceback into parts, with about `max_rows` visible rows of about `width` characters.
 
-    If there are more rows, only the first row, the first call, which is mostly in the cell, and the
-    last rows remain.
+    If more rows would be visible, the others are dropped, and a row `… 26 lines …` says how many.
+    These rows are kept: the first row; of the first call, which is mostly in the cell, its first
+    row and the row with the arrow; and the last rows.
     """
     # On a page of 700 pixels the 75 characters of IPython's rows would take two rows each.
     parts = split_traceback(_HEADER.sub(rf"{'-' * 66}\1", text))

@@ -172,9 +172,10 @@ def show_magic(world: str, magic: str, *words: str) -> str:
 
 
 def run_magic(world: RunningWorld, magic: str, *words: str, cell: str = "", timeout: float) -> str:
-    """Run a magic in a world's notebook; return its output.
+    """Run a magic in a world's notebook; return its output.  `cell` is the text of a cell magic.
 
-    The notebook shows the magic, its output and the assistant's name under the last cell.
+    The notebook shows the assistant's name, the magic and its output under the pool's last
+    distributed cell; if there is no such cell, nothing is run.
     """
     arguments = Asker.name, magic, magic_line(world, *words), cell
     return call_in_notebook(world, "run", *arguments, timeout=timeout)

@@ -101,7 +101,10 @@ Edits = list[tuple[ast.AST, str]]
 
 
 class _LeftOut(Exception):
-    """Raised if a statement must be left out; the arguments are its text and the reason."""
+    """Raised if a statement must be left out.
+
+    The arguments are the text that cannot stay in the script, such as `%who`, and the reason.
+    """
 
 
 def _without_ipython(
@@ -333,10 +336,12 @@ def _source_of(source: str, node: ast.stmt) -> str:
 
 
 def names_read_at_once(text: str) -> frozenset[str]:
-    """Return the names that statements read or bind, without those in bodies of functions.
+    """Return the names that code reads, assigns or deletes outside of the bodies of functions.
 
-    The bodies of functions and lambdas run later, so the script may bind their names later too.
-    Python evaluates their defaults, and until Python 3.13 the annotations, at the definition.
+    Names that are only bound by `def`, `class` or `import` are left out.  The body of a function or
+    lambda runs later, so the exported script may bind the names in it after the definition.
+    Defaults are evaluated at the definition, and until Python 3.13 annotations too: both are
+    included in every version, except for the annotations of generic functions.
     """
     names, waiting = set[str](), list[Any](ast.parse(text).body)
     while waiting:

@@ -117,10 +117,12 @@ class Comparison:
         return _group_ranks({rank: self.looked[rank].parts.get(path) for rank in self.have})
 
     def to_compare(self) -> dict[int, tuple[list[int], list[str]]]:
-        """Choose the parts to measure: return by reference rank the other ranks, and the paths.
+        """Choose the parts whose numbers are compared, and with which rank.
 
-        The reference of a path is the first rank of the largest group with equal parts.  Parts of
-        other types or shapes are left out, and so are parts beyond `MAX_COMPARED_BYTES` in all.
+        The reference of a path is the first rank of the largest group with equal parts.  Return a
+        dict from each reference to a pair: the ranks to compare with it, and the paths.  A path is
+        left out if the largest group lacks the part, and so are parts whose type or shape differs
+        from the reference's, and parts beyond `MAX_COMPARED_BYTES` in all.
         """
         budget = MAX_COMPARED_BYTES
         by_reference: dict[int, tuple[list[int], list[str]]] = {}

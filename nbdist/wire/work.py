@@ -81,8 +81,8 @@ class Surroundings(NamedTuple):
     """Changes in the notebook's process since the world started; ranks repeat them before a task.
 
     `folder` is the notebook's current folder, `first` its folder at the start.  `sys_path` is None
-    if it has not changed.  `environ` has the changed environment variables, with None for a removed
-    variable.
+    if it has not changed.  `environ` has the changed environment variables that ranks follow, with
+    None for a removed variable.
     """
 
     folder: str

@@ -242,10 +242,10 @@ def _waits_for_ranks(frames: list[FrameType]) -> bool:
 
 
 def is_calling(code: CodeType | None) -> bool:
-    """Return True if the innermost call of a stack is a public function of torch.distributed.
+    """Return True if `code`, of a stack's innermost call, shows that the rank calls a collective.
 
-    Until nccl has connected the ranks, Flight Recorder lacks the collective: only this call shows
-    it.
+    So does each public function of torch's `distributed_c10d`, and `_coalescing_manager`.  Until
+    nccl has connected the ranks, Flight Recorder lacks the collective: only this call shows it.
     """
     if code is None or not code.co_filename.endswith(CALLING):
         return False

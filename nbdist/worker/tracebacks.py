@@ -325,7 +325,10 @@ HAS_NO_GPU = (AssertionError, RuntimeError, AttributeError)
 
 
 def remedies(shell: Any, rank: int, error: BaseException) -> list[str]:
-    """Return lines of advice on how to repair an error; an empty list for most errors."""
+    """Return lines to show below an error: how to repair it, or what uses the memory that is full.
+
+    Return an empty list for most errors.
+    """
     lines, names = account(shell, rank, error), shell.user_ns
     if type(error) is NameError and error.name:
         near = did_you_mean(error.name, [*names, *vars(builtins)]).strip()

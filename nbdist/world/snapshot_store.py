@@ -39,9 +39,12 @@ ELSEWHERE_SECONDS = 7 * 86_400
 Until then the run may still go on, because this machine cannot check whether it has ended.
 """
 
-SNAPSHOTS_PER_NAME = (
-    3  # how many removable snapshots of a name a notebook keeps; `publish` removes older ones
-)
+SNAPSHOTS_PER_NAME = 3
+"""How many snapshots of a name a notebook keeps; `publish` removes older ones.
+
+Snapshots of another run of the notebook that may still go on are neither counted nor removed.
+"""
+
 MANIFEST = "manifest.json"
 FORMAT = 2  # the version of the formats of the manifest and of the ranks' files
 UNFINISHED = ".part-"

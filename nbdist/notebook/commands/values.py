@@ -113,7 +113,8 @@ def targets_of(
 
     `is_assigned` is True if the cell assigns the magic's value, as in `x = %dist_gather y[0]`.
     Otherwise an expression that is no name, such as `y[0]`, needs a name after `--as`.  Raises
-    UsageError for an expression without a name, or if two names are equal.
+    UsageError for an expression without a name, if `--as` has more or fewer names than there are
+    expressions, or if two names are equal.
     """
     value_transfer.check_expressions(expressions)
     line = f"`%dist_gather {' '.join(expressions)}`"
