@@ -144,7 +144,7 @@ def test_tables_divide_names_only_between_their_parts(site: Path) -> None:
         for name in ("timeouts", "reference")
         for each in read(site, name).select("td span.pre")
     }
-    assert parts["world/recovery.SPARE_TIMEOUT"] == "world/|recovery.|SPARE_TIMEOUT"
+    assert parts["world/stop.SPARE_TIMEOUT"] == "world/|stop.|SPARE_TIMEOUT"
     assert parts["--stop-on-difference"] == "--stop-|on-|difference"
     assert parts["--hang-timeout"] == "--hang-timeout"
 
