@@ -442,8 +442,8 @@ class Composer:
         if origin is None or self._written.get(name, self) is record:
             return
         is_again, self._written[name] = name in self._written, record
-        now = self._version_now(name)
-        version = record.shipped.version if record else now
+        now = _without_submodules(self._version_now(name))
+        version = _without_submodules(record.shipped.version) if record else now
         for need in () if record else sorted(origin.needs):
             self._write_value(need, sent, is_used=False)
         if self._versions.get(name, self) == version:
@@ -466,6 +466,14 @@ class Composer:
         with suppress(NbdistError, KeyError):
             return version_now(name, self._names)
         return None
+
+
+def _without_submodules(version: object) -> object:
+    """Return a version to compare: that of a module also has the submodules that a cell uses."""
+    match version:
+        case ("module", str(name), frozenset()):
+            return "module", name
+    return version
 
 
 def _atom(version: object) -> str | None:

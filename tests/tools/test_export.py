@@ -70,6 +70,7 @@ PLAIN = """\
 from dataclasses import dataclass
 import numpy as np
 import torch
+import torch.nn as nn
 lr = 0.5
 sizes = [3, 4]
 @dataclass
@@ -81,6 +82,10 @@ total = lambda xs: sum(xs)
 points = [Point(1.0), Point(2.0)]
 net = torch.nn.Linear(2, 2)
 weights = [net.weight]
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
 """
 
 CELLS = (
@@ -88,6 +93,9 @@ CELLS = (
     "%%rank 1\nonly = f'''one\n  two {rank}'''\nprint(only)",
     "%%distributed\nasync def twice(x):\n    return 2 * x\nfour = await twice(2)\nfour + rank",
     "%%distributed\nnet(torch.ones(2)).sum().backward()\nfloat(weights[0].grad.sum())",
+    # The first use of `nn` needs no submodule, the second needs `nn.parallel`.
+    "%%distributed\nlayers = Layers()",
+    "%%distributed\nmodel = nn.parallel.DistributedDataParallel(Layers())",
     "%%distributed\nbroken = 1\nraise ValueError",
     "%%distributed\n%matplotlib inline\nhome = !echo at $step {rank}\nprint(home)",
 )
@@ -105,11 +113,12 @@ def test_a_script_prints_what_the_notebook_printed(kernel: Notebook, elsewhere: 
     kernel.run("lr = 0.25\n%dist_gather four\nprint(sum(four))")
     shown.append(kernel.run(AFTER))
     said = kernel.run("%dist_export other.py").text
-    assert [bool(each.errors) for each in shown] == [False] * 4 + [True] + [False] * 2
+    assert [bool(each.errors) for each in shown] == [False] * 6 + [True] + [False] * 2
     assert "failed (ValueError), which bound broken" in said
     assert "did with four, which were gathered" in said
     assert "uses" not in said
-    assert "other.py · 6 cells · 3 variables in other_values.pt" in said
+    assert "as it was sent" not in said
+    assert "other.py · 8 cells · 3 variables in other_values.pt" in said
     script = kernel.folder / "other.py"
     assert "nbdist" not in script.read_text().partition('"""\n\nimport ')[2]
     told = torchrun(elsewhere, script, 2).splitlines()
