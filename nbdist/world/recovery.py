@@ -143,11 +143,10 @@ def _carry_out(workers: Workers, running: TaskRun, actions: Iterable[StopAction]
     """Carry out what Stop does to a task; return True if `follow` must return control."""
     for action in actions:
         match action:
-            case StopAction.INTERRUPT:
+            case StopAction.INTERRUPT | StopAction.RECORD:
                 running.record_interrupt(time.monotonic())
-                workers.link.send(Interrupt(running.unfinished, running.stop.interrupts))
-            case StopAction.RECORD:
-                running.record_interrupt(time.monotonic())
+                if action is StopAction.INTERRUPT:
+                    workers.link.send(Interrupt(running.unfinished, running.stop.interrupts))
             case StopAction.SPARE:
                 if running.stop.may_spare:
                     _spare_ranks(workers, running)
