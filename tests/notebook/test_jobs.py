@@ -64,7 +64,18 @@ def press(name):
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=press, args=[{name!r}]).start()
 """
-"""Presses Stop as soon as the kernel's main thread is in a function of this name."""
+"""Presses Stop as soon as the kernel's main thread is in a function of this name.
+
+The function must not block for long in one call: Python loses the effect of a signal that comes
+after `time.sleep` has released the GIL and before it sleeps, until that sleep ends.
+"""
+
+REST = """
+def rest(*_):
+    while True:
+        time.sleep(0.05)
+"""
+"""Defines a function that only Stop ends."""
 
 STOPPED = "Stopped on ranks 0-1. No variables were lost."
 
@@ -178,7 +189,7 @@ def test_stop_ends_the_waiting_but_not_the_job(notebook: Notebook) -> None:
     said = "KeyboardInterrupt: Stopped. `job` keeps running: "
     assert notebook.run(PRESS.format(name="Job.wait") + "job.wait()").error.startswith(said)
     for name, cell in (
-        ("rest", "def rest(): time.sleep(60)\nrest()"),
+        ("rest", f"{REST}rest()"),
         ("Job.done", "while not job.done(): pass"),
         ("EpollSelector.select", "await job"),
     ):
@@ -466,12 +477,8 @@ def test_a_callback_can_use_the_workers(notebook: Notebook) -> None:
     notebook.run("job.add_done_callback(lambda job: print(type(job.exception()).__name__))")
     assert notebook.run("%dist_restart").streams == ["JobLost\n"]
     begin(notebook, "rank")
-    cell = """
-    def rest(job): time.sleep(600)
-    job.add_done_callback(rest)
-    job.wait()
-    """
-    pressed = notebook.run(PRESS.format(name="rest") + textwrap.dedent(cell))
+    cell = f"{REST}job.add_done_callback(rest)\njob.wait()"
+    pressed = notebook.run(PRESS.format(name="rest") + cell)
     assert [each["ename"] for each in pressed.errors] == ["KeyboardInterrupt"]
     assert notebook.value("[*job.result()]") == [0, 1]
 
