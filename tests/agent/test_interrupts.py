@@ -22,6 +22,7 @@ from nbdist.agent.interrupts import (
     may_wait_in_store,
 )
 from nbdist.output.events import IGNORES_STOP, Text
+from nbdist.wire.control import ControlReply, ControlRequest, EndStoreWait
 from nbdist.wire.places import RankPosition
 from tests.agent.sources import Source
 from tests.agent.test_worker import Watched
@@ -153,10 +154,8 @@ async def test_stop_ends_though_its_rank_is_renumbered(watched: Watched) -> None
     assert not stopping.is_stopping([watched.worker])
 
 
-STUCK_AND_ANSWERS_LATE = """
-import ctypes, time
-from nbdist.worker.group import user_stores
-user_stores.end_wait = lambda frame: time.sleep(0.4)
+STUCK = """
+import ctypes
 lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
 print("begun", flush=True)
 lock(mutex), lock(mutex)
@@ -165,28 +164,29 @@ lock(mutex), lock(mutex)
 
 
 @pytest.mark.world
-async def test_a_rank_that_is_spared_while_it_is_asked_lives_on(watched: Watched) -> None:
+async def test_a_rank_that_is_spared_while_it_is_asked_lives_on(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stuck rank, spared while the agent waits for its answer, is killed only by another Stop."""
     stopping = Interrupter(abort_nothing, lambda places: None)
-    watched.begin(STUCK_AND_ANSWERS_LATE)
+    watched.begin(STUCK)
     await until(lambda: any(isinstance(output, Text) for _, output in watched.shown))
     watch, abort = stopping.interrupt([watched.worker])
     frame: FrameType = watch.cr_frame  # type: ignore[attr-defined]
+    real_ask, asked = watched.worker.ask, list[EndStoreWait]()  # the questions since `spare`
+
+    async def ask(request: ControlRequest, timeout: float) -> ControlReply | None:
+        """Ask the rank; spare it just before a question after which the agent would kill it."""
+        if isinstance(request, EndStoreWait) and (asked or is_stuck(frame.f_locals["sight"])):
+            if not asked:
+                stopping.spare([watched.worker])
+            asked.append(request)
+        return await real_ask(request, timeout)
+
+    monkeypatch.setattr(watched.worker, "ask", ask)
     running = [*map(asyncio.ensure_future, (watch, abort))]
-
-    def sight() -> InterruptedRank:
-        """Return the state of the rank, by which the agent decides after the rank's answer."""
-        known: InterruptedRank = frame.f_locals.get("sight", WAITED_FOR[0])
-        return known
-
-    async def decision() -> None:
-        before = sight()
-        await until(lambda: running[0].done() or sight() is not before)
-
-    await until(lambda: sight().is_asleep and sight().own_seconds >= C_GRACE)
-    stopping.spare([watched.worker])
-    await decision()
-    await decision()  # by then a killed rank would have ended
+    # A rank that was killed after the first question would have ended by the second.
+    await until(lambda: running[0].done() or len(asked) > 1)
     assert stopping.is_stopping([watched.worker])
     assert not [*stopping.interrupt([watched.worker])]
     await asyncio.gather(*running)
