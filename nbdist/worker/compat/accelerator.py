@@ -34,7 +34,10 @@ def synchronize() -> None:
 
 
 def is_in_use() -> bool:
-    """Return True if this process has a context on the accelerator; this makes no context."""
+    """Return True if this process uses the accelerator, that is, has a context on it.
+
+    The call itself makes no context.
+    """
     return bool(_module().is_initialized())
 
 
@@ -72,7 +75,7 @@ def index() -> int:
 
 
 def room() -> tuple[int, int]:
-    """Return the free memory of the accelerator, which no process uses, and its whole memory."""
+    """Return (free, total): the memory of the accelerator that no process uses, and all of it."""
     free, total = _module().mem_get_info()
     return free, total
 
@@ -114,9 +117,9 @@ def set_random_state(state: torch.Tensor) -> None:
 
 
 def profiled() -> list[ProfilerActivity]:
-    """Return the activities that torch's profiler can record here.
+    """Return the activities that torch's profiler can record in this process.
 
-    By default torch would choose CUDA, too, and warn if there is no GPU.
+    They are passed to the profiler, which by default would choose CUDA, too, and warn without one.
     """
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kinds = ["CPU", *([] if device is None else [device.type.upper()])]

@@ -47,7 +47,10 @@ FRAME_LINE = re.compile(r"-> (\d+)")
 
 
 def check() -> tuple[str, ...]:
-    """Return a sentence on each name that this IPython or ipykernel lacks, with the consequence."""
+    """Return a sentence on each private name that nbdist uses and this IPython or ipykernel lacks.
+
+    Each sentence says what users lose.
+    """
     sentences = []
     if not hasattr(ZMQInteractiveShell, SHOW):
         sentences.append(
@@ -83,10 +86,10 @@ class _IOPubThread(IOPubThread):
 
 
 def publish_without_port() -> None:
-    """Keep ipykernel from opening a TCP port, by which child processes would send it their output.
+    """Keep ipykernel from opening the TCP port to which child processes would send their output.
 
-    Workers do not use this port, since output goes through the agent's pipe. Called before the
-    application makes its iopub thread.
+    In a worker, output goes through the agent's pipe instead. Called before the application makes
+    its iopub thread.
     """
     if hasattr(kernelapp, "IOPubThread"):
         kernelapp.IOPubThread = _IOPubThread
@@ -99,12 +102,15 @@ def reloads_modules(shell: Any) -> bool:
 
 
 class AnnouncesErrors(ZMQInteractiveShell):
-    """A shell that enters the context `announcing` while it shows a traceback; IPython 7 to 9."""
+    """IPython's shell, which enters the context manager `announcing` while it shows a traceback.
+
+    Works with IPython 7 to 9.
+    """
 
     def announcing(
         self, kind: type[BaseException], error: BaseException
     ) -> AbstractContextManager[None]:
-        """Return the context to enter while this exception's traceback is shown."""
+        """Return the context manager to enter while the traceback of `error` is shown."""
         raise NotImplementedError
 
     def _showtraceback(self, etype: type[BaseException], evalue: Any, stb: Any) -> None:
@@ -153,9 +159,9 @@ def number_cells(shell: Any) -> None:
 
 
 def _with_number(part: str, numbers: Mapping[str, int]) -> str:
-    """Return a part of a traceback that IPython 7 has drawn.
+    """Return a part of a traceback of IPython 7 with the first line that IPython 8 would draw.
 
-    If the part is a frame, its first line is replaced by one as in IPython 8.
+    A part that is no frame is returned unchanged.
     """
     begins, line = TRACEBACK_FRAME.match(part), FRAME_LINE.search(part)
     if begins is None or line is None:
@@ -185,10 +191,10 @@ def prepare_jedi(completer: Any) -> None:
 
 
 def write_cache_whole(cache: Any) -> None:
-    """Make parso, on which jedi is based, write each of its cache files whole.
+    """Make parso, the parser of jedi, write each of its cache files to a temporary file first.
 
-    parso itself writes into the file. If several ranks do so at once, or a rank is killed, the file
-    can be damaged. So write a temporary file, and rename it at the end.
+    The temporary file is renamed once it is complete. parso itself writes into the cache file: if
+    several ranks do so at once, or if a rank is killed, the file can be damaged.
     """
     if not hasattr(cache, "_save_to_file_system") or not hasattr(cache, "_get_hashed_path"):
         return
@@ -227,7 +233,7 @@ FrameStack = list[tuple[FrameType, int]]
 
 
 def is_around(frame: FrameType) -> bool:
-    """Return True for a call that is not the user's, which the debugger leaves out.
+    """Return True for a function call that the debugger does not show, as it is not the user's.
 
     Such calls are in nbdist, a frozen module, `runpy`, or one of `OUTER_PACKAGES`.
     """
@@ -287,9 +293,10 @@ class Debugger(InterruptiblePdb):
             raise KeyboardInterrupt
 
     def cmdloop(self, intro: Any = None) -> None:
-        """Read and run commands; record Stop, so that `interaction` raises KeyboardInterrupt.
+        """Read and run the user's commands until one of them lets the program go on.
 
-        IPython's own method would only end the loop.
+        Stop ends the loop and is recorded, so that `interaction` raises KeyboardInterrupt. With
+        IPython's own method, Stop would only end the loop.
         """
         try:
             super(InterruptiblePdb, self).cmdloop(intro)
@@ -297,7 +304,7 @@ class Debugger(InterruptiblePdb):
             self._stopped = stop.with_traceback(None)
 
     def user_return(self, frame: FrameType, value: Any) -> None:
-        """Pause at the end of a call; at the end of a cell's statement go on to the next one."""
+        """Pause at the end of a call; at the end of a cell's statement step to the next one."""
         if is_statement(frame):
             self._is_between = True
             self.set_step()
@@ -311,10 +318,10 @@ class Debugger(InterruptiblePdb):
             super().user_call(frame, arguments)
 
     def user_exception(self, frame: FrameType, info: Any) -> None:
-        """Pause where an exception is raised, unless the exception is a KeyboardInterrupt.
+        """Pause where an exception is raised; do not pause for a KeyboardInterrupt.
 
-        An exception in a call above the user's (`is_around`) means that a statement with `await`
-        has ended. Then go on to the next statement.
+        An exception in a call around the user's code (`is_around`) means that a statement with
+        `await` has ended. In this case step to the next statement.
         """
         if is_around(frame):
             self._is_between = True
@@ -324,7 +331,7 @@ class Debugger(InterruptiblePdb):
             remove_pdb_names(frame)
 
     def stop_here(self, frame: FrameType) -> bool:
-        """Return True if the debugger pauses in this frame while it steps."""
+        """Return True if a step of the debugger ends in this frame."""
         if self._is_between or (is_called_by_us(frame) and frame is not self._entered):
             # Between two statements IPython calls other code, such as callbacks of libraries. So
             # pause only at the next statement.
@@ -353,9 +360,9 @@ class Debugger(InterruptiblePdb):
 
 
 def remove_pdb_names(frame: FrameType) -> None:
-    """Remove `__return__` and `__exception__`, which pdb binds in the frame that it shows.
+    """Remove the names `__return__` and `__exception__` that pdb has bound in a frame.
 
-    In the frame of a cell they would become the user's variables.
+    Do so only if the frame is that of a cell, where they would become variables of the user.
     """
     if frame.f_locals is frame.f_globals:
         for name in ("__return__", "__exception__"):
@@ -397,11 +404,11 @@ DEBUGGER_LEFT = "`q` left the debugger and ended the cell on this rank"  # BdbQu
 
 
 def use_debugger(stop_at: Callable[[FrameType | None], bool]) -> None:
-    """Make all functions that start a debugger use `Debugger`.
+    """Make all functions that start a debugger, such as `breakpoint()`, use `Debugger`.
 
-    Called after IPython has set its own class of debugger.  `breakpoint()` first calls `stop_at`
-    with its caller's frame, and uses `Debugger` only if that returns False, because no front end
-    debugs this process.
+    `breakpoint()` first calls `stop_at` with its caller's frame.  If a front end such as JupyterLab
+    debugs this process, `stop_at` makes it stop there and returns True.  If `stop_at` returns
+    False, `Debugger` is used.  Called after IPython has set its own class of debugger.
     """
     for module in (pdb, debugger):
         vars(module)["Pdb"] = Debugger
@@ -417,9 +424,9 @@ def use_debugger(stop_at: Callable[[FrameType | None], bool]) -> None:
 def stop_at_breakpoint(
     stop_at: Callable[[FrameType | None], bool], *args: Any, **options: Any
 ) -> Any:
-    """Debug in the frame that has called `breakpoint()`.
+    """Do what `breakpoint()` does in a worker: debug in the frame that has called it.
 
-    If PYTHONBREAKPOINT names another function, call this function instead.
+    `stop_at` is as in `use_debugger`. If the user has set PYTHONBREAKPOINT, do as Python does.
     """
     if os.environ.get("PYTHONBREAKPOINT"):
         return sys.__breakpointhook__(*args, **options)

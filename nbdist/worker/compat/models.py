@@ -21,7 +21,7 @@ def parts_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compiles_hooks(model: Any) -> bool:
-    """Return True if `model.compile()` was called, which also compiles the model's hooks."""
+    """Return True if `model.compile()` was called, which compiles the model's hooks, too."""
     return getattr(model, "_compiled_call_impl", None) is not None
 
 
@@ -59,7 +59,7 @@ def renew_reducer(model: Any, group: ProcessGroup) -> None:
 
 
 def buckets_of(model: Any) -> list[list[int]] | None:
-    """Return the numbers of the parameters in each DDP bucket.
+    """Return a list for each bucket in which DDP reduces gradients: the numbers of its parameters.
 
     Return None until DDP has chosen its final buckets, in the first step.
     """
@@ -142,10 +142,11 @@ def without_fsdp(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sharding_of(module: Any) -> tuple[int, Any, dict[str, Any], dict[str, Any]]:
-    """Return how an FSDP2 module was sharded: an id of the call, the mesh, options and settings.
+    """Return how an FSDP2 module was sharded: (id of the call, mesh, options, settings).
 
-    The options are arguments of `fully_shard`, and the settings were set on the module since. If
-    the module has no parameters, the mesh of an inner module is returned.
+    Modules that were sharded by the same call of `fully_shard` have the same id. The options are
+    arguments of that call, and the settings were set on the module since. If the module has no
+    parameters of its own, the mesh is that of an inner module.
     """
     state = module._get_fsdp_state()
     inside = [group for inner in module.modules() for group in _fsdp_groups(inner)]

@@ -42,9 +42,10 @@ OF_OWN_GPU = re.compile(r"\bcuda\b", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A rank's part in connecting a group: its `position` in the group, and its `device`.
+    """The data with which a rank connects its nccl backend to the other `members` of a group.
 
-    The ranks meet in `store`, under a `number` that was not used there before.
+    `position` is the index of this rank among the members, and `device` its GPU. The ranks meet in
+    `store`, under a `number` that was not used there before.
     """
 
     store: Any
@@ -72,9 +73,9 @@ class Adapter(ABC):
 
     @abstractmethod
     def renew(self, group: ProcessGroup, seat: Seat, timeout: timedelta) -> Any:
-        """Return the backend to connect after an abort.
+        """Return the backend of a group that `connect` must connect after an abort.
 
-        This is the group's own backend, or a new one that was put in its place.
+        This is the group's own backend, or a new one that this method has put in its place.
         """
 
     @abstractmethod
@@ -119,7 +120,7 @@ class Adapter(ABC):
 
 
 class Legacy(Adapter):
-    """torch's first class, `ProcessGroupNCCL`.
+    """The adapter for torch's first class, `ProcessGroupNCCL`.
 
     An aborted backend cannot connect again, so a new backend takes its place in the group.
     """
@@ -128,10 +129,10 @@ class Legacy(Adapter):
     keeps_numbering = False
 
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
-        """Wait in the store for the other ranks; return a function that makes the communicator.
+        """Wait in the store for the other ranks; return a function that connects to them in C++.
 
-        torch would make the communicator in the first collective, where a wait for ranks could not
-        be aborted. Sends and receives use this communicator, too.
+        The function makes NCCL's communicator, which sends and receives use, too. Otherwise torch
+        would make it in the first collective, where a wait for ranks could not be aborted.
         """
         store, size = seat.store, len(seat.members)
         store.set(f"connects{seat.number}/{seat.position}", "")
@@ -186,7 +187,7 @@ class Legacy(Adapter):
 
 
 class Nccl2(Adapter):
-    """torch's newer class, whose backends can connect again, by their method `reconfigure`."""
+    """The adapter for torch's newer class, whose backends can connect again (`reconfigure`)."""
 
     max_generations: int | None = None
     keeps_numbering = True

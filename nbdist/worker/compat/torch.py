@@ -73,7 +73,10 @@ TABLES = (
 
 
 def check() -> tuple[str, ...]:
-    """Return a sentence on each ability that this torch lacks; workers start all the same."""
+    """Return sentences for the user, one for each ability of nbdist that this torch does not allow.
+
+    Workers can start in spite of these.
+    """
     problems = []
     if not RECORDS_GLOO:
         problems.append("ranks that wait in an asynchronous collective are shown without its name")
@@ -171,7 +174,7 @@ def end_coalescing() -> None:
 
 
 def check_timeout(timeout: object) -> None:
-    """Raise torch's TypeError if `timeout` is no timedelta."""
+    """Raise the TypeError that torch raises if `timeout` is no timedelta."""
     distributed_c10d._check_valid_timeout(timeout)
 
 
@@ -181,9 +184,10 @@ def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
 
 
 def name_groups(choose: Callable[[str, Sequence[int], bool], str]) -> None:
-    """Let `choose(torch's name, ranks, is_hashed)` name each new group.
+    """Make torch call `choose(torch's name, ranks, is_hashed)` to name each new group.
 
-    Do nothing if this torch has no function that names groups.
+    With `is_hashed`, torch's own name is a hash of the ranks. Do nothing if this torch has no
+    function that names groups.
     """
     if not hasattr(distributed_c10d, "_process_group_name"):
         return
@@ -235,7 +239,10 @@ def when_tcp_store_is_made(make: Callable[..., None]) -> Callable[..., None]:
 
 
 def gloo_options(device: Any, threads: int, timeout: timedelta | None, *, renewable: bool) -> Any:
-    """Return options to make a gloo backend; a `renewable` backend connects only by `renew`."""
+    """Return options to make a gloo backend.
+
+    A `renewable` backend does not connect when it is made, but each time that `renew` is called.
+    """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices, options._threads = [device], threads
     if timeout is not None:
@@ -287,7 +294,7 @@ def replace_gloo(group: ProcessGroup, backend: Any, number: int) -> None:
 
 
 def prepare_gloo(backend: Any, group: ProcessGroup, members: Sequence[int]) -> None:
-    """Set the group's name and members on a backend that nbdist has made, as torch would."""
+    """Set the group's name and members on a gloo backend, as torch does for its own backends."""
     if hasattr(backend.options, "group_name"):  # from torch 2.8 on
         backend.options.group_name = group.group_name
         backend.options.global_ranks_in_group = list(members)

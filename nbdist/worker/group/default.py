@@ -2,8 +2,8 @@
 
 Nearly every tutorial calls `init_process_group` in its first lines and `destroy_process_group` in
 its last lines, and in a notebook both run again and again. So in a worker, destroying the world's
-group only takes the group out of torch's tables. A rank can put the group back without a message to
-other ranks, which may still have the group in their tables. `Group` uses this file in each rank.
+group only takes the group out of torch's tables, and its connections stay. A rank can put the group
+back alone, whether or not other ranks have destroyed it. `Group` uses this file in each rank.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ ID_LENGTH = 12  # characters of a task's id in a group's name: enough to tell ta
 
 
 class DefaultGroup:
-    """Keeps the world's group as torch's default group, though user code may destroy the group.
+    """Keeps the world's group usable as torch's default group, even if user code destroys it.
 
-    The class replaces `init_process_group` and `destroy_process_group`. It also names new groups,
-    so that a group's name is the same on all its members.
+    The class replaces torch's `init_process_group` and `destroy_process_group`. It also names new
+    groups, so that a group's name is the same on all its members.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -62,9 +62,9 @@ class DefaultGroup:
         return seam.subgroups_of(self.group) if self.is_in_place else {}
 
     def restore(self) -> bool:
-        """Make the world's group the default group, if it is not.
+        """Make the world's group torch's default group, if it is not.
 
-        Return True if a default group that user code had made was destroyed for this.
+        Another default group, which user code has made, is destroyed. Return True if there was one.
         """
         if self.is_in_place:
             return False
@@ -101,7 +101,7 @@ class DefaultGroup:
     def form(self, start: WorkerStart, meeting: Any) -> None:
         """Form the world's group; the ranks find each other in the store `meeting`.
 
-        If a default group exists, call `pop_groups` first.
+        There must be no default group: `pop_groups` destroys an earlier one.
         """
         # Each call of `init_process_group` wraps `sys.excepthook` once more: undo this below.
         excepthook = sys.excepthook
@@ -201,9 +201,10 @@ class DefaultGroup:
         return None
 
     def _contradiction(self, arguments: Mapping[str, Any]) -> str:
-        """Return how a call of `init_process_group` contradicts the world's group, with a remedy.
+        """Return why the world's group cannot be the result of a call of `init_process_group`.
 
-        Return "" if the world's group fits.
+        `arguments` are those of the call. The text is for the user, with a remedy. Return "" if the
+        world's group fits.
         """
         size, rank = arguments.get("world_size", -1), arguments.get("rank", -1)
         if size not in (-1, self._size):
@@ -230,10 +231,9 @@ class DefaultGroup:
 
 
 def missing_backends(requested: str, existing: str) -> set[str]:
-    """Return the requested backends that are not among the existing ones.
+    """Return the names of the backends in `requested` that `existing` lacks.
 
-    Backends are given as torch takes them, such as "cpu:gloo,cuda:nccl". A request for "nccl" is
-    met by "nccl2", too.
+    Both are texts as torch takes them, such as "cpu:gloo,cuda:nccl". "nccl" is also met by "nccl2".
     """
     requested_names, existing_names = (
         {part.rpartition(":")[2].strip() for part in backend.lower().split(",") if part}
@@ -243,9 +243,10 @@ def missing_backends(requested: str, existing: str) -> set[str]:
 
 
 def warn_of_own_groups() -> None:
-    """In a worker of `--backend none`, print a note when user code has made its first group.
+    """In a world without a process group, print a note once user code makes a group of its own.
 
-    The note says that nbdist neither shows nor releases ranks that wait in this group.
+    The note says that nbdist neither shows nor releases ranks that wait in this group. Called in
+    workers of `--backend none`.
     """
     init, has_printed = dist.init_process_group, False
 
@@ -384,10 +385,10 @@ _stale: dict[str, str] = {}  # by the name of a stale group, the message for its
 
 
 def refuse_stale(groups: Iterable[ProcessGroup], before: int, after: int) -> None:
-    """Make all later operations on stale groups raise an error.
+    """Make all later operations of these groups raise an error, because the world was scaled.
 
-    The groups were made before the world was scaled from `before` to `after` ranks. Only calls from
-    Python are checked, not calls from C++.
+    Such stale groups were made while the world had `before` ranks; it has `after` ranks now. Only
+    calls from Python raise, not calls from C++.
     """
     if not _stale:  # wrap torch's methods only if needed, since wrapped methods are slower
         for name in seam.OPERATIONS:
@@ -402,10 +403,10 @@ def refuse_stale(groups: Iterable[ProcessGroup], before: int, after: int) -> Non
 
 
 def stale_group_of(error: BaseException, tb: TracebackType | None) -> str:
-    """Return the message for a stale group, if such a group seems to have caused an error.
+    """If a stale group (`refuse_stale`) seems to have caused an error, return a message about it.
 
-    This is so if torch's message names a stale group, or if the function that raised the error has
-    a stale group as a variable. Otherwise return "".
+    This is assumed if torch's message names a stale group, or if the function that raised the error
+    has a stale group in a variable. Return "" for other errors.
     """
     if not _stale or not isinstance(error, RuntimeError | ValueError):
         return ""

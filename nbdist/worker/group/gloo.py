@@ -2,9 +2,9 @@
 
 Gloo has no abort: a rank in a collective ignores signals until the timeout, and `abort` of
 ProcessGroupGloo ends no wait (torch 2.13 and later). But if the connections of a backend are shut
-down, each waiting rank gets an error within milliseconds. So all backends share one network device
-of gloo, which listens on one port: by this port nbdist recognises the connections that gloo has
-accepted.
+down, each waiting rank gets an error within milliseconds. nbdist has to find these connections
+among the process's sockets. So all backends share one network device of gloo: the connections that
+gloo has accepted all belong to the port on which this device listens.
 
 From torch 2.14 on, a backend can be connected again after an abort. In a test, 260 such connections
 in a row (torch 2.15, two ranks) left no further thread or descriptor.
@@ -135,12 +135,15 @@ class Gloo:
         return f"<Gloo on port {self._port}, {self.store}>"
 
     def new(self, meeting: Meeting, rank: int, size: int, timeout: timedelta) -> Any:
-        """Make and connect a backend that is not in a group yet."""
+        """Make a gloo backend, which no group has yet, and connect it to the other ranks."""
         self.next_meeting = meeting
         return ProcessGroupGloo(meeting.store, rank, size, timeout)
 
     def renew(self, backend: Any, meeting: Meeting, rank: int, size: int) -> None:
-        """Connect a renewable backend again; raise RuntimeError if the other ranks do not come."""
+        """Connect a backend to the other ranks again, as torch 2.14 and later allow.
+
+        Raises RuntimeError if the other ranks do not come to the meeting.
+        """
         seconds = meeting.timeout if meeting.cancel_path is None else GLOO_RENEWAL_TIMEOUT
         timeout = timedelta(seconds=seconds)
         with self.store.leading_to(meeting), self._recording_opened():
@@ -225,9 +228,9 @@ class Gloo:
         return ended
 
     def abandon_in_child(self) -> None:
-        """Close the rank's listener and accepted connections in a forked child.
+        """In a forked child, close the inherited listener and accepted connections of gloo.
 
-        The child then makes backends as torch does.
+        From then on the child makes gloo backends as torch itself does.
         """
         seam.when_gloo_is_made(self._init)
         nothing = os.open(os.devnull, os.O_RDWR)
@@ -238,10 +241,11 @@ class Gloo:
         os.close(nothing)
 
     def connections(self) -> Iterator[socket.socket]:
-        """Yield gloo's connections, accepted or opened; each is closed when the next is requested.
+        """Yield gloo's connections to other ranks, each as a duplicate that is closed afterwards.
 
-        `abort` shuts down both kinds, and does not leave one kind to the rank at the other end: a
-        thread of that rank may hold the GIL, or its machine may be lost.
+        Both the connections that this rank has accepted and those that it has opened are yielded.
+        `abort` shuts down both kinds, because the rank at the other end may be unable to: one of
+        its threads may hold the GIL, or its machine may be lost.
         """
         for fd, inode in sockets():
             with suppress(OSError), borrowed(fd, inode) as connection:
@@ -291,10 +295,10 @@ def sockets() -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def borrowed(fd: int, inode: int) -> Iterator[socket.socket]:
-    """Return a context with a duplicate of an internet socket.
+    """Return a context manager that gives a duplicate of a socket of this process, and closes it.
 
-    Raises OSError for a socket of another kind. Also raises OSError if the descriptor has another
-    inode by now, as the socket was closed.
+    `fd` and `inode` are from `sockets`. Raises OSError if the socket is no internet socket, or if
+    it was closed meanwhile and the descriptor has another inode now.
     """
     with socket.socket(fileno=os.dup(fd)) as connection:
         if connection.family not in (socket.AF_INET, socket.AF_INET6):

@@ -1,6 +1,6 @@
 """A rank's side of the process group of the world: forms the group, aborts it, forms it again.
 
-After an abort the group's backend connects again; before torch 2.14 a new backend takes its place.
+After an abort the group's backend connects again; before torch 2.14 a new backend replaces it.
 The group's object stays the same, so DDP modules, subgroups and meshes can still be used, unless
 the world's size changes. In each worker the main thread forms the group, and the control thread
 aborts it and forms it again.
@@ -129,10 +129,10 @@ class Group:
         return members
 
     def count_beyond(self, ranks: Collection[int]) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Return by name the groups that have members outside of `ranks`; {} for all ranks.
+        """Return, by name, the groups that have members besides `ranks`, the ranks of a task.
 
         Each value is the number of collectives that this rank has begun in the group, and the
-        group's members outside of `ranks`.
+        group's members that are not in `ranks`. Return {} if `ranks` are all ranks of the world.
         """
         if len(ranks) == self.size:
             return {}
@@ -146,9 +146,10 @@ class Group:
     def reached_beyond(
         self, ranks: Collection[int], before: Mapping[str, tuple[int, tuple[int, ...]]]
     ) -> tuple[int, ...]:
-        """Return the members, outside of `ranks`, of groups in which this rank began collectives.
+        """Return the ranks besides `ranks` that this rank has involved by collectives of a task.
 
-        `before` is the result of `count_beyond` from before these collectives.
+        They are the other members of each group in which this rank has begun collectives since
+        `before`, the result of `count_beyond` at the beginning of the task.
         """
         now = self.count_beyond(ranks)
         reached = (on for n, (count, on) in now.items() if count > before.get(n, (0, ()))[0])
@@ -185,7 +186,7 @@ class Group:
 
     @property
     def is_waiting_for_ranks(self) -> bool:
-        """Whether a thread of this rank makes a group, and waits for ranks that have not come."""
+        """Whether a thread of this rank waits in a store for ranks that have not come yet."""
         return any(store.has_waiting_thread for store in self._stores_with_waits)
 
     @property
@@ -240,11 +241,12 @@ class Group:
         self._connect_own_nccl(start.generation)
 
     def resize(self, start: WorkerStart, newcomers: Sequence[int]) -> None:
-        """Form a new default group of another size: torch cannot change the size of a group.
+        """Form a new default group of another size, as torch cannot change the size of a group.
 
-        Groups that user code has made before become stale (`refuse_stale`), and DDP modules get the
-        new group. Until all `newcomers` have come, the old group stays and the resize can be called
-        off.
+        `start` describes this worker in the new world, and `newcomers` are the ranks of new
+        workers. Until all of them have come to the store, the old group stays, and the agent can
+        call the resize off. Groups that user code has made before become stale (`refuse_stale`),
+        and DDP modules get the new group.
         """
         path = cancel_file(start.cancel_path, start.generation)
         self._use_store_of(start.generation, start)
@@ -265,10 +267,11 @@ class Group:
     # --- aborting, and forming again ----------------------------------------------------------
 
     def abort(self) -> int:
-        """End this rank's waits, in collectives and while it makes a group.
+        """End all waits of this rank: in collectives, and for other ranks while it makes a group.
 
-        Any thread may call this. Returns how many connections of gloo and groups of nccl were
-        ended. Raises AbortHangs if nccl's abort does not end.
+        Any thread may call this. Returns the number of gloo's connections that were shut down plus
+        the number of nccl's backends that were aborted. Raises AbortHangs if nccl's abort does not
+        end.
         """
         self._shared.abort()
         return self._gloo.abort() + self._abort_nccl()
@@ -384,7 +387,7 @@ class Group:
             self._nccl.renew(side.group, meeting, seat, side.timeout)
 
     def _abort_nccl(self) -> int:
-        """Abort nccl's collectives in all groups of this rank; return the number of groups.
+        """Abort nccl's collectives in all groups of this rank; return the number of nccl backends.
 
         Any thread may call this.
         """
@@ -403,9 +406,9 @@ class Group:
     # --- stores where ranks meet --------------------------------------------------------------
 
     def _use_store_of(self, generation: int, start: WorkerStart) -> None:
-        """Get a new store from torch's rendezvous for this generation, with `--rdzv-backend`.
+        """In a world with `--rdzv-backend`, get a new store from torch's rendezvous.
 
-        Other worlds use the same store in all generations.
+        Do nothing in other worlds, which use the same store in all generations.
         """
         if self._rendezvous is not None:
             self._rendezvous.rank = start.rank
@@ -418,7 +421,7 @@ class Group:
         return side.members.index(self._start.rank)
 
     def _meeting_of(self, name: str, generation: int) -> Meeting:
-        """Return where the members of a group meet; the agent can call it off by a file."""
+        """Return the meeting of a group's members in a generation; the agent can call it off."""
         path = cancel_file(self._start.cancel_path, generation)
         return Meeting(self._store_of(generation, name), generation, path)
 

@@ -53,7 +53,7 @@ class AbortHangs(RuntimeError):
 
 
 class Nccl:
-    """Connects and aborts backends of both nccl classes, "nccl" and "nccl2".
+    """Connects and aborts backends of torch's two classes for nccl, "nccl" and "nccl2".
 
     Backends of nccl2 are made so that they can be connected again.
     """
@@ -70,7 +70,7 @@ class Nccl:
 
     @contextmanager
     def connecting_later(self) -> Iterator[None]:
-        """Within this context, do not connect new backends: the caller calls `connect` for them."""
+        """Within this context, new nccl backends are not connected; the caller does so later."""
         self._connects_later = True
         try:
             yield
@@ -98,14 +98,18 @@ class Nccl:
             self.connect(backend, meeting, seat, NCCL_START_TIMEOUT)
 
     def seat(self, meeting: Meeting, members: Sequence[int], position: int) -> Seat:
-        """Return the arguments with which a rank connects a backend, at a position of its group."""
+        """Return the data with which this rank connects a backend of a group.
+
+        `members` are the group's ranks, and `position` is the index of this rank among them.
+        """
         return Seat(meeting.store, members, position, meeting.number, self._device)
 
     def connect(self, backend: Any, meeting: Meeting, seat: Seat, timeout: float) -> None:
-        """Connect a backend as soon as all ranks have come to the meeting.
+        """Wait until all ranks have come to the meeting, and connect a backend to them.
 
-        The wait ends if it is aborted, or if the meeting is called off. torch would connect in the
-        first collective. There a wait for a rank that has failed could not be aborted.
+        The wait ends with an error if it is aborted, if the meeting is called off, or after
+        `timeout` seconds. Without this method torch would connect in the first collective, where a
+        wait for a rank that has failed could not be aborted.
         """
         with self.store.leading_to(meeting):
             at_store = replace(seat, store=self.store)
@@ -134,7 +138,7 @@ class Nccl:
         return backend
 
     def abort(self, backends: Sequence[Any]) -> None:
-        """Abort the collectives of backends, and waits of backends that connect.
+        """Abort the collectives of these backends, and end the waits of backends that connect now.
 
         Any thread may call this. Raises AbortHangs if an abort does not end in time.
         """
@@ -152,10 +156,10 @@ class Nccl:
 
 
 def _progress_of(adapter: seam.Adapter) -> Callable[[], bool]:
-    """Return a function that returns True as long as an abort makes progress.
+    """Return a function that is called during an abort, and returns True while it makes progress.
 
-    It returns False if no collective has ended for `NCCL_ABORT_TIMEOUT` seconds, or if the abort
-    has taken `NCCL_WHOLE_ABORT_TIMEOUT` seconds.
+    The function returns False if no collective has ended for `NCCL_ABORT_TIMEOUT` seconds, or if
+    the abort has taken `NCCL_WHOLE_ABORT_TIMEOUT` seconds.
     """
     pending, last_end = len(adapter.pending()), time.monotonic()
     deadline = last_end + NCCL_WHOLE_ABORT_TIMEOUT
@@ -175,9 +179,9 @@ def _progress_of(adapter: seam.Adapter) -> Callable[[], bool]:
 
 
 class _Claimed(AbortableStore):
-    """Has a `compare_set` for nccl2, even if the meeting's store has none, like the store of etcd.
+    """A store for nccl2 backends, which need `compare_set`; some stores, such as etcd's, lack it.
 
-    This `compare_set` is not atomic. It need not be, because only rank 0 calls it, once for each
+    The `compare_set` here is not atomic. This suffices, because only rank 0 calls it, once for each
     number that a group claims.
     """
 
@@ -193,10 +197,10 @@ def wait_for_device(line: int) -> None:  # the probe reads `line` in this functi
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """How many collectives of nccl have begun and not ended, and the name of the newest of them.
+    """How many collectives of nccl have begun and not ended, and the newest of them.
 
-    `number` is the time when the newest was begun, in nanoseconds. So each collective has another
-    number.
+    `name` is its name. `number`, by which it differs from other collectives, is the time when it
+    was begun, in nanoseconds since 1970.
     """
 
     count: int = 0
@@ -214,7 +218,7 @@ class UnderWay:
         self._before: dict[str, int] = {}
 
     def pending(self) -> Pending:
-        """Return the count and the newest of the collectives that the GPU has not completed."""
+        """Return how many collectives the GPU has not completed, and the newest of them."""
         entries = [
             entry
             for name, first in self._first.items()
@@ -227,9 +231,9 @@ class UnderWay:
         return Pending(len(entries), int(newest["time_created_ns"]), operation_of(newest))
 
     def begun(self, since_ns: int) -> tuple[Begun, ...]:
-        """Return the collectives that were begun since this time, at most the last `MAX_REPORTED`.
+        """Return the collectives that were begun since `since_ns`, without sends and receives.
 
-        The oldest collective of each nccl class comes first. Sends and receives are left out.
+        Of each nccl class, at most the last `MAX_REPORTED` are returned, the oldest first.
         """
         collectives: list[Begun] = []
         for name in self._first:
@@ -253,7 +257,7 @@ class UnderWay:
         return (entry for entry in new if not entry["is_p2p"])
 
     def start_over(self) -> None:
-        """Leave out the collectives that have begun so far; called while the groups are rebuilt."""
+        """From now on leave out the collectives so far; called while the groups are rebuilt."""
         for name in self._first:
             adapter = seam.ADAPTERS[name]
             for entry in adapter.recorded():
@@ -315,7 +319,7 @@ class Recording:
         self._kept_begun: tuple[object, tuple[Begun, ...]] | None = None
 
     def start_over(self) -> None:
-        """Leave out the collectives that have begun so far; called while the groups are rebuilt."""
+        """From now on leave out the collectives so far; called while the groups are rebuilt."""
         # Flight Recorder does not begin again: its counts go on, and it never marks a failed
         # collective as completed (torch 2.13).
         self._kept_last = self._kept_begun = None
@@ -323,7 +327,7 @@ class Recording:
         self._first = next((e["record_id"] + 1 for e in torch_seam.recorded_collectives()), 0)
 
     def counts(self) -> dict[str, Counts]:
-        """Return, by the number of a backend, how many collectives it has begun and not ended."""
+        """Return the `Counts` of each gloo backend, by the number that torch has given it."""
         by_number, unknown = {}, set()
         for number, status in torch_seam.recorded_groups().items():
             before, begun = self._before.get(number), int(status["last_enqueued_collective"])
@@ -395,7 +399,7 @@ def operation_of(entry: Mapping[str, Any]) -> str:
 
 
 def begun_of(entry: Mapping[str, Any]) -> Begun:
-    """Return the fields of a Flight Recorder entry that are compared between ranks."""
+    """Return a Flight Recorder entry as `Begun`, with the sizes that must be equal on all ranks."""
     name = operation_of(entry)
     # Compare the tensors that all ranks have: only the root has the input of a scatter, and only
     # the root has the output of a gather.

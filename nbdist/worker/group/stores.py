@@ -54,10 +54,11 @@ The message begins like gloo's message after an abort, so that both are recognis
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The store in which the members of a group wait for each other, for `timeout` seconds.
+    """The store in which the members of a group find and wait for each other, before they connect.
 
-    `number` must be new in this store, such as the number of a generation. The meeting is called
-    off as soon as the file `cancel_path` exists; without a path it cannot be called off.
+    A wait lasts at most `timeout` seconds. `number` must be new in this store, such as the number
+    of a generation. The agent calls the meeting off by making the file `cancel_path`; without a
+    path it cannot be called off.
     """
 
     store: Any
@@ -75,9 +76,10 @@ def run_with_timeout(
 ) -> None:
     """Call `connect`, which may wait in C++, in a thread of its own, and wait until it returns.
 
-    Raises DistBackendError after `timeout` seconds. But if `may_extend` returns True then, the call
-    gets `timeout` seconds more. An exception of `check_abort` ends the wait, too. If the wait ends
-    early, the thread goes on running. `what` names the call in messages.
+    `check_abort` is called repeatedly, and ends the wait by raising an exception. After `timeout`
+    seconds `may_extend` is called: if it returns True, the wait goes on for `timeout` seconds more;
+    if not, DistBackendError is raised. If the wait ends early, the thread goes on running. `what`
+    names the call in messages.
     """
     done: Future[None] = Future()
 
@@ -101,7 +103,7 @@ def run_with_timeout(
 
 
 class _PythonStore(Store):
-    """A store in Python, all of whose waits are in the method `awaited`."""
+    """A torch store that is written in Python; `get` and `wait` call `awaited` to wait for keys."""
 
     def awaited(
         self, keys: Sequence[str], timeout: timedelta | None, *, values: bool
@@ -197,7 +199,8 @@ class AbortableStore(_PythonStore):
     ) -> list[bytes]:
         """Wait until all keys are set; with `values` return their values, else [].
 
-        The probe knows by the frame of this function that a thread waits in a store.
+        If this function is on a thread's stack, the probe concludes that the thread waits for
+        ranks. Raises DistStoreError at the timeout, and ConnectionResetError after `abort`.
         """
         store = self.meeting.store
         allowed = timedelta(seconds=self.meeting.timeout) if timeout is None else timeout
@@ -265,10 +268,10 @@ STORE_IN_CHILD = "a process forked by the rank cannot use the world's store"
 
 
 class StoreConnections:
-    """Connections to the agent's socket for the store; threads that ask at once use separate ones.
+    """Connections of this worker to the agent's socket for the store; each thread uses its own.
 
     If the agent is lost, each call of `ask` raises ConnectionError. `silence` is the number of
-    seconds for which the agent waits for a silent head. During this time the agent cannot answer.
+    seconds for which the agent itself may have to wait for the head before it answers.
     """
 
     # Do not use a lock: if another thread held the lock while the process was forked, nobody would
@@ -346,9 +349,9 @@ class StoreConnections:
 
 
 class AgentStore(_PythonStore):
-    """The store of a world on several machines, which passes each operation to the agent.
+    """A torch store for ranks of several machines, which passes each operation to the agent.
 
-    All its keys begin with `prefix`, as in a PrefixStore.
+    `prefix` is put before each key, as by torch's PrefixStore.
     """
 
     def __init__(self, agent: StoreConnections, prefix: str, timeout: float) -> None:
@@ -456,8 +459,8 @@ class TorchRendezvous:
     def join(self, generation: int, size: int) -> Any:
         """Wait until `size` ranks have joined the rendezvous, and return the store that they share.
 
-        The world's group is formed once in each `generation`, which has its own rendezvous. Raises
-        NoStore, also if ranks do not join in time.
+        Each `generation`, in which the world's group is formed once, has its own rendezvous. Raises
+        NoStore if ranks do not join in time, or for any other problem.
         """
         # Imported here, because few worlds need the module, and importing it takes long.
         from torch.distributed.elastic.rendezvous import RendezvousParameters, registry

@@ -1,4 +1,4 @@
-"""Measures the memory that a rank's variables hold, and releases memory that nothing needs.
+"""Measures the memory that a rank's variables hold, and releases memory that no variable holds.
 
 Runs in each worker: `memory` and `clean` are the ops of `%dist_memory`, and `account` explains the
 exception of a cell that ran out of memory.
@@ -39,9 +39,9 @@ MAX_SHOWN = 12  # the most variables that a report lists
 class Peaks:
     """Measures the peak of memory since the last cell began, on the CPU and on the GPU.
 
-    The counters of peak memory are not reset when a cell begins, as user code may read them. So a
-    cell's peak is known only if it is higher than all peaks before. If it is not, the counter is
-    an upper bound (`is_bound`).
+    Linux and torch count the peak of the whole process. nbdist does not reset these counters when a
+    cell begins, as user code may read them. So a cell's own peak is known only if it is higher than
+    all peaks before; otherwise the counter is only an upper bound (`is_bound`).
     """
 
     def __init__(self) -> None:
@@ -52,10 +52,10 @@ class Peaks:
         self._rss, self._on_gpu = _peak_rss(), accelerator.peak_allocated()
 
     def memory(self, pss: int) -> Peak:
-        """Return the peak of this process's memory, which is `pss` bytes now.
+        """Return the peak of this process's memory (PSS), given its present PSS in bytes.
 
-        Linux records only the peak of RSS, in which shared memory counts in full. So memory that
-        was in use at the peak and is not in use now counts as not shared.
+        Linux records only the peak of RSS, in which shared memory counts in full. So the peak is
+        estimated: memory that was in use at the peak, and is not in use now, counts as not shared.
         """
         peak = _peak_rss()
         return Peak(
@@ -84,10 +84,10 @@ def memory(context: Context) -> Memory:
 
 
 def measure(shell: Any, seconds: float, raised: BaseException | None = None) -> Memory:
-    """Measure memory as a whole, and for up to `seconds` search what holds it.
+    """Measure the memory that this process uses, and search for up to `seconds` what holds it.
 
-    The search goes through variables, then through tracebacks, with the traceback of the exception
-    `raised`, and then through values that cells have shown.
+    The search goes through variables, then through the local variables in tracebacks, among them
+    the traceback of the exception `raised`, and then through values that cells have shown.
     """
     search, hidden, kept = Search(seconds), shell.user_ns_hidden, list[NameMemory]()
     # Leave out IPython's own names. The names of shown values come last, as `Out[n]`.
@@ -178,9 +178,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def account(shell: Any, rank: int, error: BaseException) -> list[str]:
-    """Return lines for the user on what uses the memory, if `error` says that memory is full.
+    """If memory was full when `error` was raised, return lines for the user on what uses it.
 
-    Return [] for another error, and if too little memory is free to measure it.
+    Return [] for any other error, or if too little memory is free to measure anything.
     """
     if not is_out_of_memory(error):
         return []
@@ -256,9 +256,9 @@ NOT_LOOKED_INTO = (
 
 
 class Search:
-    """Searches values for the memory that they hold, and finds each piece of memory once.
+    """Searches variables for tensors, arrays and other large values, each piece of memory once.
 
-    The search ends after some seconds of processor time. `results` has the memory found so far.
+    The search ends after `seconds` of processor time. `results` has what was found so far.
     `is_whole` is False if not everything was searched.
     """
 
@@ -272,10 +272,10 @@ class Search:
         self._seen: set[int] = set()
 
     def find_new(self, names: Mapping[str, Any], where: str = "") -> list[NameMemory]:
-        """Search variables, and return the memory in them that was not found before.
+        """Search variables, and return the memory in them that earlier calls have not found.
 
-        The values of the variables come first, then the objects in them, and so on. `where` is
-        appended to the names in the result.
+        The values of the variables come first, then the objects in them, and so on. `where`, such
+        as " in f(), line 3", is put after the variable's name in the result.
         """
         count_before = len(self.results)
         queue = deque((name, value, 0) for name, value in dict(names).items())
@@ -297,9 +297,10 @@ class Search:
         return self._searched < MAX_SEARCHED_OBJECTS
 
     def _record(self, name: str, value: Any, depth: int) -> None:
-        """Record the memory of a value, without the memory of the objects in it.
+        """Add an entry to `results` for the memory of a value, if it has any that is new.
 
-        For `_Several` record one entry for all its tensors.
+        The objects in the value are not counted; but for a `_Several`, which stands for several
+        tensors, add one entry for all of them.
         """
         if isinstance(value, _Several):
             self._record_several(name, value)
@@ -391,7 +392,7 @@ def own_attributes(value: Any) -> dict[str, Any]:
 
 
 def _measure_value(name: str, value: Any) -> tuple[NameMemory, int] | None:
-    """Return the memory of a tensor, array, bytes object or pandas object, and its address.
+    """Return (memory, address) of a tensor, array, bytes object or pandas object.
 
     Return None for an object of another type.
     """
@@ -417,7 +418,7 @@ def _measure_value(name: str, value: Any) -> tuple[NameMemory, int] | None:
 
 
 def _measure_tensor(name: str, tensor: torch.Tensor) -> tuple[NameMemory, int]:
-    """Return the memory and address of a tensor's storage; of a DTensor only this rank's part."""
+    """Return (memory, address) of a tensor's storage; a DTensor counts as only this rank's part."""
     part: Any = tensor
     if hasattr(type(part), "to_local"):
         with torch.no_grad():
@@ -433,7 +434,10 @@ def _measure_tensor(name: str, tensor: torch.Tensor) -> tuple[NameMemory, int]:
 
 
 def last_errors(shell: Any, raised: BaseException | None = None) -> Iterator[BaseException]:
-    """Yield `raised` and the exceptions that IPython and Python keep, with causes and contexts."""
+    """Yield `raised`, and the last exceptions that IPython and Python keep, each once.
+
+    Their causes, contexts and the exceptions in exception groups are yielded, too.
+    """
     result = shell.last_execution_result
     # Begin with the exceptions of the last cell. The exception in `sys` may be of an earlier cell,
     # since a BdbQuit of the last cell is not shown.
@@ -451,7 +455,10 @@ def last_errors(shell: Any, raised: BaseException | None = None) -> Iterator[Bas
 
 
 def locals_of(error: BaseException) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the place and the variables of each function call in a traceback, outermost first."""
+    """Yield (text, local variables) of each function call in a traceback, outermost first.
+
+    The text names the place: " in f(), line 3".
+    """
     for frame, line in traceback.walk_tb(error.__traceback__):
         # Leave out the code of cells, whose variables are in the namespace.
         if frame.f_code.co_flags & 0x1:
@@ -482,10 +489,10 @@ def clean(context: Context) -> Cleaned:
 
 
 def forget_errors(shell: Any, raised: BaseException | None = None) -> None:
-    """Drop the last exception wherever Python and IPython keep it, with the variables of its calls.
+    """Drop the last exception wherever Python and IPython keep it.
 
-    The calls of `raised` lose their variables, too. The variables are released even if something
-    still refers to the exception or to a frame.
+    The local variables of all calls in its traceback are released, and those in the traceback of
+    `raised`, even if something still refers to the exception or to a frame.
     """
     for error in [*last_errors(shell, raised)]:
         for frame, _ in traceback.walk_tb(error.__traceback__):

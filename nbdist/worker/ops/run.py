@@ -80,9 +80,9 @@ def script(context: Context, program: Script) -> None:
 
 
 def _with_local_path(program: Script) -> Script:
-    """Return the program with the path of its file on this machine.
+    """Return the program with the paths that its file and its folder have on this machine.
 
-    Raises ScriptProblem if this machine does not have the file.
+    Raises ScriptProblem if this machine does not have the program's file.
     """
     if not program.file or os.path.exists(program.file):
         return program
@@ -102,10 +102,11 @@ _running: list[Script] = []  # empty, or with the program that runs
 
 
 def spot(frames: Sequence[FrameType]) -> RankPosition | None:
-    """Return the position of the running script, or None if no script runs.
+    """Return the position of the script or executable that runs, or None if neither runs.
 
-    The position is the innermost line in the script's own files (`_is_own`). For an executable, or
-    if no frame is in such a file, the position has only the name of the program.
+    `frames` is the stack of the main thread, the innermost frame first. The position is the
+    innermost line in the script's own files (`_is_own`). For an executable, or if no frame is in
+    such a file, the position has only the name of the program.
     """
     program = next(iter(_running), None)
     if program is None:
@@ -139,8 +140,8 @@ def _is_own(file: str, program: Script) -> bool:
 def _run_python(shell: Any, program: Script, args: Sequence[str]) -> None:
     """Run a Python script, and trigger IPython's events before and after it, as for a cell.
 
-    Show an exception that ends the script. If the script exits with another code than 0, raise
-    ScriptProblem.
+    An exception that ends the script is shown and raised. Raises ScriptProblem if the script exits
+    with another code than 0.
     """
     # Otherwise `%dist_debug` would find the exception of an earlier cell.
     shell.last_execution_result = None
@@ -309,12 +310,12 @@ def call(
     packed: Mapping[int, Payload],
     outdated: Mapping[int, Sequence[str]],
 ) -> Any:
-    """Call a function of the notebook with its arguments, and return the result.
+    """Call a function of the notebook on this rank, and return its result.
 
-    `packed` has by rank the function, the arguments, and the variables of the caller's `__main__`
+    `packed` has by rank the function, its arguments, and the variables of the notebook's `__main__`
     that the function uses. `outdated` has by rank the names whose values on the rank are older than
-    the caller's. During the call the rank uses the caller's values for these names. `title` names
-    the function in messages.
+    the notebook's; during the call the rank uses the notebook's values for these. `title` names the
+    function in messages.
     """
     function, args, kwargs = _receive_call(context, title, packed, outdated)
     with _as_in_a_cell(context):
@@ -332,11 +333,11 @@ def map_items(
 ) -> None:
     """Call a function of the notebook with one item of `World.map` after another.
 
-    The rank requests items until the notebook has none left. Each request brings the results of
-    earlier items. The other parameters are as in `call`, without arguments in `packed`. If the
-    notebook may be on another machine (`is_elsewhere`), results are sent in messages and not in
-    shared memory. With `returns_errors` an exception of the function is a result, too. Without it,
-    the first exception ends the task.
+    The rank requests items until the notebook has none left; each request brings the results of
+    earlier items to the notebook. With `returns_errors`, an exception of the function is returned
+    as the result of the item; without it, the first exception ends the task. If the notebook may be
+    on another machine (`is_elsewhere`), results are sent in messages and not in shared memory. The
+    other parameters are as in `call`, but `packed` has no arguments.
     """
     function, _, _ = _receive_call(context, title, packed, outdated)
     ask: Callable[[Sequence[ItemOutcome]], InputReply] = context.shell.kernel.next_items
@@ -422,9 +423,10 @@ def _receive_call(
 
 @contextmanager
 def _as_in_a_cell(context: Context) -> Iterator[None]:
-    """Within this context run user code as in a cell.
+    """Within this context, user code is treated like the code of a cell.
 
-    The names that the code binds and deletes are recorded, and its exceptions are shown.
+    The names that the code binds and deletes are recorded in `context`. An exception that leaves
+    the context is shown, and raised again.
     """
     shell = context.shell
     with context.record_changes():
@@ -449,12 +451,14 @@ def _as_in_a_cell(context: Context) -> Iterator[None]:
 def lent_names(
     context: Context, names: Mapping[str, Any], replaced: Iterable[str] = READY_MODULES
 ) -> Iterator[None]:
-    """Within this context, bind names of the caller's `__main__` in the worker, for a call.
+    """Within this context, bind variables of the notebook's `__main__` in the worker, for a call.
 
-    A name that the worker has bound itself keeps its value, unless the name is in `replaced`. At
-    the end of the context the names are removed, and the names in `replaced` get the worker's
-    values again. But if the call has bound further names, by `global`, the caller's names stay
-    bound, as the new values may use them. The next call may replace them.
+    A name that the worker has bound itself keeps its value, unless the name is in `replaced`.
+
+    At the end of the context, the names are removed, and the names in `replaced` get the worker's
+    values again. There is one exception: if the call has bound further names, by `global`, the
+    values of these names may use the notebook's variables. Then the notebook's variables stay
+    bound, and the next call may replace them.
     """
     namespace, bound = context.names, {*context.bound}
     covered = {n: namespace[n] for n in replaced if n in names and n in namespace}

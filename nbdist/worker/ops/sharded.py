@@ -27,9 +27,10 @@ USE_CHECKPOINT = "use torch.distributed.checkpoint"
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's shard of a DTensor.
+    """A rank's shard of a DTensor, as a snapshot has it.
 
-    The DTensor is on the mesh `of`, or if `dims` are given, only on these dimensions of the mesh.
+    The DTensor is on the mesh `of`; if `dims` is not None, it is on the part of that mesh that has
+    only these dimensions. `local` is the shard, and `shape` and `stride` are those of the DTensor.
     """
 
     of: Mesh
@@ -54,7 +55,10 @@ class Sharding:
 
 @dataclass
 class Writer:
-    """Tells pickle how to write sharded objects, and collects their shards and meshes."""
+    """Tells pickle how to write DTensors, meshes and FSDP2 modules to a snapshot.
+
+    The shards and meshes of these objects are collected in `shards` and `meshes`.
+    """
 
     shards: list[Shard] = field(default_factory=list)
     meshes: set[Mesh] = field(default_factory=set)
@@ -125,9 +129,10 @@ _unsharded: dict[int, Unsharded] = {}
 
 
 def meshes(_: Context, instead: Mapping[Mesh, Mesh]) -> None:
-    """Make the meshes for a snapshot; all ranks must call this together.
+    """Make the device meshes that values in a snapshot need; all ranks must call this together.
 
-    `instead` has, by the mesh in the snapshot, the layout of the mesh to make in its place.
+    `instead` has, for each mesh in the snapshot, the layout of the mesh to make in its place. This
+    is an op of `%dist_restore`, which is called before `load`.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -139,9 +144,10 @@ def meshes(_: Context, instead: Mapping[Mesh, Mesh]) -> None:
 
 @contextmanager
 def restoring(tensors: Sequence[Any]) -> Iterator[Mapping[int, Unsharded]]:
-    """Within this context, values that are unpickled find these DTensors by number.
+    """Within this context, values of a snapshot can be unpickled.
 
-    Yields the table of unpickled modules, which `shard_modules` must shard afterwards.
+    In place of DTensors, their pickle has numbers, which are the indices in `tensors`. Yields a
+    table, in which unpickling lists the modules that `shard_modules` must shard afterwards.
     """
     _tensors[:] = tensors
     _unsharded.clear()
@@ -158,7 +164,7 @@ def find_mesh(of: Mesh, dims: tuple[str, ...] | None) -> Any:
 
 
 def find_tensor(number: int, requires_grad: bool, is_parameter: bool) -> Any:  # noqa: FBT001
-    """Return the snapshot's DTensor with this number, or a new Parameter with this DTensor."""
+    """Return the DTensor with this number of `restoring`; a Parameter of it if `is_parameter`."""
     if is_parameter:
         return torch.nn.Parameter(_tensors[number], requires_grad)
     return _tensors[number].requires_grad_(requires_grad)
@@ -175,7 +181,7 @@ def fill_module(module: Any, state: tuple[dict[str, Any], Sharding | None]) -> N
 
 
 def own_tensors(shards: Sequence[Shard]) -> list[Any]:
-    """Make the snapshot's DTensors from this rank's own shards; needs no collective."""
+    """Make the snapshot's DTensors from the shards in this rank's own file; needs no collective."""
     tensors = []
     for shard in shards:
         mesh = find_mesh(shard.of, shard.dims)
@@ -193,17 +199,17 @@ def shard_modules(unsharded: Sequence[Unsharded]) -> None:
 
 
 def forget() -> None:
-    """Clear the tables of meshes and modules, which would keep the restored values alive."""
+    """Clear the tables of new meshes and modules, which would keep restored values alive."""
     _meshes.clear()
     _unsharded.clear()
 
 
 def _shard(sharding: Sharding, modules: Sequence[Any]) -> None:
-    """Shard modules with empty parameters, then put the restored parameters in their places.
+    """Call `fully_shard` on modules, such that they keep the parameters that were restored.
 
-    `fully_shard` would replace the restored parameters, to which the optimizer refers. FSDP2 uses
-    the parameters that are put in afterwards from its next forward on, as it does after
-    `load_state_dict(assign=True)`.
+    `fully_shard` would replace these parameters, to which the optimizer refers. So the modules get
+    empty parameters before the call, and their own parameters again afterwards. FSDP2 uses them
+    from its next forward on, as it does after `load_state_dict(assign=True)`.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -241,9 +247,9 @@ def _parameters(module: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 def is_sharded(value: Any) -> bool:
-    """Return True for a DTensor of which this rank has only a part.
+    """Return True for a DTensor of which this rank has only a part, or a value made of such.
 
-    Also return True for a module or optimizer with such parameters.
+    The value can be a module or an optimizer.
     """
     if isinstance(value, torch.nn.Module):
         fsdp1 = dist_class("fsdp", "FullyShardedDataParallel")
@@ -265,10 +271,11 @@ def _is_shard(placement: Any) -> bool:
 
 
 def assembled_tensors(files: Mapping[int, Sequence[Shard]], source: int) -> list[Any]:
-    """Join the shards in all ranks' files to whole tensors, and shard these for this world.
+    """Join the shards in all files of a snapshot, and shard the whole tensors over this world.
 
-    Return a DTensor for each whole tensor, in the order of the file of the rank `source`. Raises
-    ValueError if the shards cannot be joined.
+    `files` has, by the rank that wrote the file, the shards in the file. Return a DTensor for each
+    shard in the file of the rank `source`, in the order of that file. Raises ValueError if the
+    shards cannot be joined.
     """
     from torch.distributed.tensor import distribute_tensor
 

@@ -43,7 +43,7 @@ class Damaged(Exception):
 
 
 def write_frames(path: Path, frames: Sequence[Buffer]) -> tuple[int, str]:
-    """Write the frames of pickles, which are bytes, to a new file; return its size and digest.
+    """Write the frames of pickles, which are bytes, to a new file; return its size and SHA-256.
 
     Only this user can read the file. The data is on the disk when this returns. Raises OSError.
     """
@@ -110,10 +110,10 @@ GROUP_REMEDY = "new_group makes another one, torch.distributed.checkpoint writes
 def write(
     context: Context, *, folder: str, wanted: Mapping[int, Sequence[str]], leave_out: bool
 ) -> Written:
-    """Write this rank's variables in `wanted` to a new file in the snapshot's folder.
+    """Write variables of this rank to a new file in the snapshot's folder.
 
-    If a variable cannot be pickled, leave it out if `leave_out`, or else write nothing. The result
-    has the reasons.
+    `wanted` has the names by rank. If a variable cannot be pickled, it is left out if `leave_out`
+    is True, and otherwise nothing is written. In both cases the result has the reason.
     """
     namespace, rank = context.names, context.rank
     # The names that all ranks write come first. So sharded tensors have the same numbers on all
@@ -186,9 +186,10 @@ def _sketch(value: Any, namespace: dict[str, Any], writer: sharded.Writer | None
 
 
 def _used_values(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that functions and classes in `values` use by name, directly or not.
+    """Return the global variables that functions and classes in `values` use, directly or not.
 
-    Values that are big or sharded, or cannot be pickled, are left out.
+    Variables that are in `values` already are left out, and so are big values (`ALSO_LIMIT`),
+    sharded values, and values that cannot be pickled.
     """
     used: dict[str, Any] = {}
     waiting = set(_sketch(values, namespace).needs)
@@ -225,11 +226,11 @@ File = tuple[int, str]
 def load(
     context: Context, folder: str, parts: Mapping[int, File], everyones: Sequence[File] = ()
 ) -> Loaded:
-    """Read the file of this rank, and keep its contents for `bind`.
+    """Read a rank's file of a snapshot, and keep its contents for `bind`.
 
-    `parts` has the file for each rank. Binding is a second step, so that no rank binds anything if
-    another rank's file is damaged. If `everyones` has the files of all ranks, sharded tensors are
-    joined from these files, and sharded again for this world.
+    Binding is a second op, so that no rank binds anything if another rank's file is damaged.
+    `parts` has for each rank the file to read. `everyones` is empty, or has all files of the
+    snapshot; then sharded tensors are joined from these files, and sharded again for this world.
     """
     try:
         return _load(context, folder, parts[context.rank], everyones)
@@ -273,9 +274,9 @@ def _split(frames: list[memoryview]) -> tuple[list[memoryview], list[memoryview]
 
 
 def bind(context: Context, *, names: Sequence[str] | None, with_random: bool) -> tuple[str, ...]:
-    """Bind the variables that `load` has read, or only `names` of them; return the bound names.
+    """Bind the variables that `load` has read, only those in `names` unless this is None.
 
-    With `with_random` also set the random states of the snapshot.
+    With `with_random`, also set the random states of the snapshot. Return the bound names.
     """
     namespace, contents = context.names, context.namespace.pop_received().values
     # Modules keep hooks by number. Count on from the snapshot's numbers, so that no new hook gets
@@ -304,7 +305,7 @@ def bind(context: Context, *, names: Sequence[str] | None, with_random: bool) ->
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Set random states, so that the next random numbers are as they were after the snapshot."""
+    """Set random states, so that the next random numbers are those that followed the snapshot."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if "numpy" in states:

@@ -33,12 +33,12 @@ SHARDED_REMEDY = (
 
 
 def gather(context: Context, expressions: Sequence[str], *, joins: bool = False) -> Brought:
-    """Pack the values of names or expressions for the notebook.
+    """Pack this rank's values of names or expressions for the notebook.
 
-    The values are in one pickle, so that objects in several of them stay shared. If there are
-    DTensors, only a list of them is returned. With `joins` they become whole tensors by
-    collectives, for which all ranks must call this together. A value that cannot be sent is no
-    error of the task: the result says why, and the notebook collects the results of all ranks.
+    The values are in one pickle, so that objects in several of them stay shared. If the values
+    have DTensors, only a list of these is returned. With `joins`, DTensors become whole tensors by
+    collectives instead, for which all ranks must call this together. If a value cannot be sent, the
+    result says why, and no error is raised.
     """
     values = []
     for expression in expressions:
@@ -67,7 +67,10 @@ def gather(context: Context, expressions: Sequence[str], *, joins: bool = False)
 
 
 def last_value(context: Context, of: str) -> Brought:
-    """Lend the notebook the kept last value of a cell; `of` is the id of the cell's task."""
+    """Lend the notebook the big last value of a cell that this rank has kept.
+
+    `of` is the id of the cell's task.
+    """
     return context.namespace.lend_kept(of, context.task_id)
 
 
@@ -91,7 +94,7 @@ def scatter(context: Context, name: str, parts: Mapping[int, Payload]) -> None:
 def bind_scattered(context: Context) -> None:
     """Bind the part that `scatter` has received.
 
-    The value belongs to this rank, so the notebook does not count it as its own.
+    From then on the variable belongs to the rank: it is no counterpart of the notebook's variable.
     """
     values = context.namespace.pop_received().values
     context.names.update(values)
@@ -101,14 +104,18 @@ def bind_scattered(context: Context) -> None:
 def inspect(
     context: Context, objects: Mapping[int, ChangedParts], names: Sequence[str] = ()
 ) -> Inspected:
-    """Return which parts of objects this rank has changed, and facts on the values of `names`."""
+    """Return which parts of the notebook's objects this rank has changed, and facts on variables.
+
+    `objects` has by key the parts of each object that the notebook asks about, None for all parts.
+    `names` are the names of the variables.
+    """
     return context.namespace.counterparts.inspect(objects, names)
 
 
 def keep(context: Context, names: Sequence[str]) -> Payload:
-    """Pack values with the keys of their objects, before this process is replaced.
+    """Pack variables of this rank with the keys of their objects, before its process is replaced.
 
-    `give_back` binds the values in the process that becomes this rank.
+    `give_back` binds them again in the new process of the rank.
     """
     values = {name: eval(name, context.names) for name in names}
     keyed = context.namespace.counterparts.keyed_objects(_pickled(context, values).objects)
@@ -116,11 +123,11 @@ def keep(context: Context, names: Sequence[str]) -> Payload:
 
 
 def sync(context: Context, wanted: Sequence[str], source: int, to: Sequence[int] | None) -> None:
-    """Copy the variables `wanted` from the rank `source` to the ranks in `to`.
+    """Copy the variables `wanted` from the rank `source` to the ranks in `to`, by collectives.
 
     If `to` is None, the ranks that lack any of the variables get them. All ranks must call this
-    together. The values are in one pickle, so that objects in several of them stay shared. A rank
-    that has a problem raises VariableError. `bind_synced` binds the values later.
+    together. The values are in one pickle, so that objects in several of them stay shared. Raises
+    VariableError on a rank that cannot send or rebuild the values. `bind_synced` binds them later.
     """
     names, rank = context.names, dist.get_rank()
     is_source = rank == source
@@ -142,9 +149,10 @@ def sync(context: Context, wanted: Sequence[str], source: int, to: Sequence[int]
 
 
 def bind_synced(context: Context, wanted: Sequence[str]) -> None:
-    """Bind the values that `sync` has received; on the source rank record its variables as bound.
+    """Bind the values that `sync` has received; all ranks must call this together.
 
-    The values belong to the ranks from now on, also on the source.
+    The variables are recorded as bound by the ranks, also on the source. So they belong to the
+    ranks from now on, and no longer to the notebook.
     """
     bound = context.namespace.bind_received()
     context.bound |= bound.names & {*wanted}
@@ -205,10 +213,10 @@ class _Objects(NamedTuple):
 
 
 def _pickled(context: Context, values: dict[str, Any]) -> _Objects:
-    """Add to `values` the functions, classes and modules that the values use.
+    """Add to `values` the functions, classes and modules of this rank that the values use.
 
-    Return `values`, and all objects that their pickle contains. Other variables that the values use
-    are not added: the user must name these.
+    Return the extended `values`, and all objects that their pickle contains. Variables of other
+    types that the values use are not added: users must name these themselves.
     """
     names = context.names
     while True:
@@ -265,9 +273,10 @@ def _broadcast_header(sizes: list[int] | None, source: int) -> list[int]:
 
 
 def _broadcast(frame: torch.Tensor, source: int) -> torch.Tensor:
-    """Broadcast the source's bytes; return them as a CPU tensor.
+    """Broadcast the bytes of the rank `source`; return them as a CPU tensor.
 
-    If the group takes CPU tensors, `frame` itself is filled and returned.
+    `frame` has the bytes on the source, and room for them on other ranks, where it is filled if the
+    group takes CPU tensors.
     """
     on_device = frame.to(_device())
     dist.broadcast(on_device, src=source)
