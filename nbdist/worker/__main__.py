@@ -1,4 +1,4 @@
-"""Entry point of a worker that the agent spawns instead of forking it, such as with `--no-fork`.
+"""Entry point of a worker that the agent spawns instead of forking it, as with `--no-fork`.
 
 `python -m nbdist.worker` reads a pickled `WorkerStart` from stdin and becomes the worker.
 `python -m nbdist.worker about` prints facts about torch and the GPUs as JSON. `nbdist doctor` runs
@@ -34,9 +34,10 @@ def become_spawned_worker() -> None:
 def describe_torch() -> dict[str, Any]:
     """Import torch and return facts on its build and the GPUs, for `nbdist doctor`.
 
-    `device` is the platform of the build, such as `CUDA 12.8` or `CPU`. `nccl` has nccl's version
-    and the name of its backend class, or is "" without nccl. `said` has the texts of the
-    UserWarnings that torch raised during its import.
+    The keys of the result are `torch` (the version), `device` (the platform of the build, such as
+    `CUDA 12.8` or `CPU`), `gpus` (their names), `gloo` (whether torch has gloo), `nccl` (the
+    version of nccl and the name of its backend class, "" without nccl), and `said` (the texts of
+    the UserWarnings that torch raised during its import).
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -55,9 +55,9 @@ A new gloo backend starts threads, another thread waits for the backend, and one
 
 
 class ControlThread:
-    """Answers the agent's requests, the classes in `nbdist.wire.control`.
+    """Answers the agent's requests (`nbdist.wire.control`) on threads beside the main thread.
 
-    Each of the agent's connections has a thread of its own.
+    Each connection that the agent opens for requests is served by a thread of its own.
     """
 
     def __init__(self, kernel: WorkerKernel, start: WorkerStart) -> None:
@@ -74,7 +74,7 @@ class ControlThread:
         self._send_lock = threading.Lock()
 
     def serve(self, connection: socket.socket) -> None:
-        """Start a thread that answers requests until the agent closes the connection."""
+        """Start a thread that answers the requests on this connection until the agent closes it."""
         with threads_without_sigint():
             thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
             thread.start()
@@ -129,9 +129,10 @@ class ControlThread:
             return control.Failed(str(error) or repr(error), unfit=not is_between_ranks(error))
 
     def _consult(self, question: TypingQuestion) -> control.ControlReply:
-        """Answer a completion or an inspection.
+        """Return completions for the code that the user types, or a description of a name in it.
 
-        A late answer is also kept, for the next call with the same question.
+        An answer that took longer than `LATE_SECONDS` is kept. If the next question is the same,
+        and no cell has run since, the kept answer is returned.
         """
         kept, self._late_answer = self._late_answer, None
         # Use a kept answer only if no cell has run since: a cell may have changed variables.
@@ -220,9 +221,10 @@ class ControlThread:
         return control.Ok()
 
     def _change_group(self, request: control.Regroup | control.Resize) -> None:
-        """Form the group again, then update the names that cells use, such as `rank`.
+        """Form the world's group again, of the same size (Regroup) or of another size (Resize).
 
-        The environment variables, such as RANK, are updated too. No task runs meanwhile.
+        Then update what cells can read: variables such as `rank`, and environment variables such as
+        RANK. No task runs meanwhile.
         """
         before, world, number = self._start, request.world, request.generation
         after = replace(before, world=world, environ=request.environ)
@@ -250,16 +252,16 @@ class ControlThread:
 def change_threads(before: int, after: int) -> None:
     """Change torch's number of threads from `before` to `after`.
 
-    Another number than `before` was set by user code, and stays.
+    If torch has another number than `before`, user code has set that number, and it stays.
     """
     if torch.get_num_threads() == before:
         torch.set_num_threads(after)
 
 
 def check_room_for_threads() -> None:
-    """Raise RuntimeError if `SPARE_THREADS` threads cannot start.
+    """Raise RuntimeError if this process cannot start `SPARE_THREADS` threads now.
 
-    If gloo itself could not start its threads, gloo would end the process.
+    Without this check, gloo would try to start its threads, fail, and end the process.
     """
     all_started = threading.Event()
     with ThreadPoolExecutor(SPARE_THREADS) as pool:

@@ -1,8 +1,8 @@
-"""The environment of user code in a worker: variables, threads, bars, folder and `sys.path`.
+"""The environment of user code in a worker: variables, progress bars, folder and `sys.path`.
 
-Runs in each worker. Before each task, the kernel calls `Around` to make the notebook's changes of
-its folder, `sys.path` and environment variables. After each task, it asks `OwnModules` for modules
-that the user has edited.
+Runs in each worker. If the notebook has changed its folder, `sys.path` or environment variables,
+the kernel makes the same changes in the worker before the next task, by `Around`. After each task
+the kernel asks `OwnModules` which modules the user has edited.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def prepare_torch(start: WorkerStart) -> None:
 
 
 def share_gpu(start: WorkerStart) -> None:
-    """Set NCCL's variables for a shared GPU, if ranks may share GPUs or this rank has a MIG slice.
+    """Set the environment variables with which NCCL accepts a GPU that several ranks share.
 
-    Without them NCCL would refuse to use a GPU for several ranks.
+    Do nothing if this rank has no GPU, or if it has a whole GPU and `--share-gpus` is not given.
     """
     if start.gpus and (start.has_slice or start.world.config.share_gpus):
         version, slices = accelerator.nccl_version(), start.has_slice
@@ -123,11 +123,11 @@ def draw_bars_as_text() -> None:
 
 
 class Around:
-    """Makes the notebook's changes of folder, `sys.path` and environment variables on a rank.
+    """Gives a rank the folder, `sys.path` and environment variables that the notebook has now.
 
-    A value that code on the rank has changed stays at least until the notebook changes it, too. The
-    object is made after the worker's own imports, since it sets `sys.path`: a `random.py` in the
-    notebook's folder must be imported by cells only.
+    A value that code on the rank has changed stays at least until the notebook changes it, too.
+    `__init__` sets `sys.path`, so the worker's own imports must come before: otherwise the worker
+    itself might import a `random.py` of the notebook's folder.
     """
 
     def __init__(self, start: WorkerStart, worker_path: Sequence[str]) -> None:
@@ -146,9 +146,10 @@ class Around:
         process.ORIGINAL_DIR = self._folder  # type: ignore[attr-defined]
 
     def follow(self, around: Surroundings | None) -> None:
-        """Change to the notebook's folder, and set its `sys.path` and environment variables.
+        """Change this rank's folder, `sys.path` and environment variables to the notebook's.
 
-        `around` is None if the notebook has changed nothing since the world's start.
+        `around` has the notebook's present values, or is None if the notebook has changed nothing
+        since the world's start.
         """
         if around == self._last_surroundings and not self._missing_folder:
             return
@@ -165,10 +166,11 @@ class Around:
         self._change_environ(around.environ)
 
     def _change_environ(self, changes: Mapping[str, str | None]) -> None:
-        """Set or remove variables that the notebook has changed since the last call.
+        """Set or remove environment variables that the notebook has changed since the last call.
 
-        The notebook's value replaces a value that was set on this rank. Only variables that
-        libraries set when they are imported (`SET_ON_IMPORT`) keep the value of this rank.
+        `changes` has all of the notebook's changes since the world's start, with None for a removed
+        variable. The notebook's value replaces a value that was set on this rank. Only variables
+        that libraries set when they are imported (`SET_ON_IMPORT`) keep the value of this rank.
         """
         last_changes, self._environ_changes = self._environ_changes, changes
         initial, absent = self._first_environ, object()
@@ -190,10 +192,11 @@ class Around:
         return [*path, *(entry for entry in self._worker_entries if entry not in path)]
 
     def _change_folder(self, folder: str, first: str) -> None:
-        """Change to the notebook's folder, if the notebook has left its last folder.
+        """Change to the notebook's folder if the notebook has changed its folder since last time.
 
-        Also do so if the folder of this rank was removed. A failure is printed, and each later task
-        tries again, because the folder may exist by then.
+        Also change to it if the folder of this rank was removed. `folder` is the notebook's folder
+        now, and `first` its folder at the world's start. If this rank cannot change its folder, a
+        line on stderr says why, and each later task tries again.
         """
         folder_here, current = moved_path(folder, first, self._world.cwd), _working_folder()
         if folder_here == self._folder_here and current is not None and not self._missing_folder:
@@ -218,9 +221,10 @@ class Around:
 
 
 def change_environ(before: Mapping[str, str | None], after: Mapping[str, str | None]) -> None:
-    """Set environment variables, or remove variables that are None in `after`.
+    """Set the environment variables in `after`; remove those whose value there is None.
 
-    A variable that does not have its value in `before` was changed by code on this rank, and stays.
+    If a variable does not have its value in `before` now, code on this rank has changed it. Such a
+    variable is left as it is.
     """
     for name, value in after.items():
         if os.environ.get(name) != before.get(name):
@@ -232,9 +236,10 @@ def change_environ(before: Mapping[str, str | None], after: Mapping[str, str | N
 
 
 def merge_paths(rank_path: Sequence[str], before: Sequence[str], after: Sequence[str]) -> list[str]:
-    """Return a rank's `sys.path` with the notebook's changes from `before` to `after`.
+    """Return a rank's `sys.path` after the notebook's path has changed from `before` to `after`.
 
-    New entries in front of all older entries go to the front, other new entries to the end.
+    Entries that the notebook has removed are left out. Entries that it has added at the front of
+    its path go to the front of the rank's path, and all others that it has added go to the end.
     """
     new = [entry for entry in after if entry not in before and entry not in rank_path]
     old = next((at for at, entry in enumerate(after) if entry in before), len(after))
@@ -275,7 +280,10 @@ class ModuleSource:
     reported: int = 0
 
     def is_edited(self, modified_ns: int) -> bool:
-        """Return True if the file, last changed at `modified_ns`, seems edited since its import."""
+        """Return True if the file seems to have other contents than when it was imported.
+
+        `modified_ns` is the file's modification time now, 0 if the file cannot be read.
+        """
         if modified_ns in (0, self.imported):
             return False
         if self.digest and _digest_of(self.file) == self.digest:
@@ -292,8 +300,8 @@ class ModuleSource:
 class OwnModules(MetaPathFinder):
     """Finds out which modules of the user were edited since their import, and can reload them.
 
-    The object is the first of the finders in `sys.meta_path`, to record when each import begins. It
-    finds no module itself, so that Python goes on to its own finders.
+    The object is the first finder in `sys.meta_path`. There it only records when each import
+    begins, and leaves it to the other finders to find the module.
     """
 
     def __init__(self) -> None:
@@ -310,11 +318,12 @@ class OwnModules(MetaPathFinder):
         return None
 
     def pop_edited_files(self, before_ns: int, *, reloads: bool) -> tuple[str, ...]:
-        """Return the files that were edited between their import and `before_ns`, each edit once.
+        """Return short paths of module files that were edited after their import, each edit once.
 
-        `before_ns` is the time when the task began. If `reloads`, `%autoreload` is on: it has
-        reloaded edited files, so none is returned. If `%autoreload` was turned on since the last
-        call, files that were edited before are reloaded here, because `%autoreload` does not do so.
+        Edits after `before_ns`, when the task began, are left to a later call. `reloads` says
+        whether `%autoreload` is on: then the result is empty, because `%autoreload` has reloaded
+        the edited files. In the first call with `reloads`, this method reloads files that were
+        edited before `%autoreload` was turned on, which `%autoreload` does not do.
         """
         if reloads and not self._is_reloading:
             self.reload(before_ns)
@@ -345,8 +354,9 @@ class OwnModules(MetaPathFinder):
     def forget_edited(self, is_own: Callable[[str], bool]) -> None:
         """Remove all modules of a script from `sys.modules` if one of them was edited.
 
-        The script then imports all of them again. One module alone would not do, because the others
-        may have imported objects from it.
+        `is_own` returns True for the path of a file that belongs to the script. The script then
+        imports all of its modules again: modules that were not edited may have imported objects
+        from the edited one.
         """
         edited = self._find_edited(sys.maxsize)
         own_modules = [name for name, source in self._sources.items() if is_own(source.file)]

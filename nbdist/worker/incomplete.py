@@ -54,8 +54,8 @@ AddressRange = tuple[int, int]
 def find_incomplete(error: BaseException, names: Mapping[str, Any]) -> Incomplete | None:
     """Return the variables that an aborted collective may have filled in part, or None.
 
-    `error` is the exception that ended the task. Also return None if an object of the user raises
-    an exception while it is searched: that exception must not replace `error`.
+    `error` is the exception that ended the task, and `names` has the rank's variables. If an object
+    of the user raises an exception while it is searched, also return None.
     """
     try:
         return _find_or_raise(error, dict(names))
@@ -79,9 +79,10 @@ def _find_or_raise(error: BaseException, names: Mapping[str, Any]) -> Incomplete
 def _find_parts(
     frames: Iterable[FrameType], names: Mapping[str, Any]
 ) -> tuple[str, list[tuple[str, str]]]:
-    """Return the name of the aborted operation, and the parts of variables that it has filled.
+    """Return the name of the aborted operation, and the parts of variables that it may have filled.
 
-    Return "" and [] if the calls show no such operation.
+    `frames` are the calls in the task's tracebacks. Return "" and [] if no call among them is a
+    collective, a backward or a wait.
     """
     is_in_torch = False
     for frame in frames:
@@ -109,9 +110,9 @@ def _result_of(work: dist.Work) -> object:
 
 
 def _variables_in(names: Mapping[str, Any], spans: list[AddressRange]) -> Iterator[tuple[str, str]]:
-    """Yield the variables with memory in the address ranges `spans`, each as a part and a name.
+    """Yield (part, name) for each variable in `names` with memory in the address ranges `spans`.
 
-    The part is "gradients" or "parameters" of a module, and "" for the value itself.
+    The part is "gradients" or "parameters" for a module, and "" for any other value.
     """
     # Ids of parameters that were found before: a DDP module has the parameters of the model in it.
     visited: set[int] = set()

@@ -96,8 +96,9 @@ class WorkerKernel(IPythonKernel):
     async def run(self, task: Task, interrupts: Interrupts) -> Done:
         """Bind a task's variables, run the task, and return its outcome.
 
-        SIGINT interrupts the task. An exception becomes the `failure` of the outcome.
-        KeyboardInterrupt is raised only if a second SIGINT comes while the first one is handled.
+        SIGINT interrupts the task. An exception of the task becomes the `failure` of the outcome.
+        This method itself raises KeyboardInterrupt only if a second SIGINT comes while the first
+        one is handled.
         """
         started, began = time.perf_counter(), time.time_ns()
         done = Done("error", 0.0, received=False)
@@ -163,7 +164,7 @@ class WorkerKernel(IPythonKernel):
         )
 
     def _with_names(self, task: Task, context: Context, done: Done) -> Done:
-        """Return the outcome with the names that the task has bound and deleted."""
+        """Return `done` with the names that the task has bound and deleted, and facts on them."""
         names = context.names
         name_classes({name: names[name] for name in context.bound & names.keys()}, task.id)
         return replace(
@@ -252,7 +253,11 @@ class WorkerKernel(IPythonKernel):
     def _with_result(
         self, task: Task, context: Context, error: BaseException | None, value: Any, done: Done
     ) -> Done:
-        """Return the outcome with the task's packed values, or with the failure for `error`."""
+        """Return `done` with the values that the task returns, or with its failure.
+
+        `error` is the exception that the task has raised, or None. `value` is the value of the op
+        or of the cell's last expression.
+        """
         if error is not None:
             error_number = self.session.pop_error_number(error)
             advice = [] if error_number else remedies(context.shell, context.rank, error)
@@ -300,10 +305,10 @@ class WorkerKernel(IPythonKernel):
         flush_streams()
 
     def get_parent(self, *channel: Any) -> dict[str, Any]:
-        """Return the Jupyter message that is being handled, or else a header with the rank's id.
+        """Return the Jupyter message that is being handled, or a header with this rank's number.
 
-        A worker gets its cells from the agent, not as Jupyter messages. `ipywidgets.Output` reads
-        the id in the header.
+        A worker gets its cells from the agent and not as Jupyter messages, so mostly there is no
+        message. `ipywidgets.Output` reads the `msg_id` in the header, which is the rank's number.
         """
         return super().get_parent(*channel) or {"header": {"msg_id": self.ident}}
 
@@ -341,7 +346,7 @@ class WorkerApp(IPKernelApp):
     rank, token = 0, ""
 
     def parse_command_line(self, argv: Any = None) -> None:
-        """Parse no arguments, as building a parser would take a tenth of the worker's start."""
+        """Do nothing: a worker has no arguments, and making ipykernel's parser takes long."""
 
     @default("session")
     def _marking_session(self) -> Session:
@@ -363,20 +368,23 @@ class WorkerApp(IPKernelApp):
         self.patch_io()
 
     def init_poller(self) -> None:
-        """Do nothing, instead of starting a thread that polls whether the parent has exited.
+        """Do nothing; ipykernel's method would start a thread that watches the parent process.
 
-        Linux kills the worker when its parent exits, as `die_with_parent` has requested.
+        A worker needs no such thread: Linux kills it when its parent exits (`die_with_parent`).
         """
 
     def init_code(self) -> None:
-        """Do nothing, instead of running start-up files.
+        """Do nothing; ipykernel's method would run IPython's start-up files.
 
-        The notebook runs these files, and sends the variables that they bind.
+        The notebook runs the start-up files, and sends the variables that they bind.
         """
 
 
 def make_app(start: WorkerStart) -> WorkerApp:
-    """Return the application of the worker's kernel, with bound sockets and ready to start."""
+    """Make the worker's kernel, and return its application, whose `start` runs the kernel.
+
+    The kernel's sockets are bound when this returns.
+    """
     # A forked process may have inherited its parent's running loop.
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)

@@ -241,7 +241,7 @@ class Tasks:
         return self._wait_for_reply(InputRequest(number, prompt, secret, by_debugger))
 
     def next_items(self, outcomes: Sequence[ItemOutcome]) -> InputReply:
-        """Send the outcomes of items of `World.map`, and wait for the reply with the next items."""
+        """Send the results of some items of `World.map`; return the reply with the next items."""
         flush_streams()
         return self._wait_for_reply(ItemsWanted(self._session.mark_place(), tuple(outcomes)))
 
@@ -269,7 +269,7 @@ class Tasks:
             del self._replies[number]
 
     def _has_more(self) -> bool:
-        """Return True if a task is pending, or if the socket has unread data, maybe of a task."""
+        """Return True if a task is pending, or if the socket has unread data that may be a task."""
         return self._has_read_more() or is_ready(self._agent or self._listener, 0)
 
     def _has_read_more(self) -> bool:

@@ -51,8 +51,8 @@ MOVED_EVERY = 0.25  # seconds between two messages on how much of a big value ha
 class Taken:
     """Variables that this rank has received and not bound yet.
 
-    `keyed` has the objects in the values that have a key. `arrived` is the notebook's message if
-    the values are counterparts of the notebook's objects, else None.
+    `keyed` has the objects in the values that have a key. `arrived` is the message that brought the
+    values, if they came from the notebook and are counterparts of its objects; otherwise None.
     """
 
     values: dict[str, Any]
@@ -62,9 +62,10 @@ class Taken:
 
 @dataclass(frozen=True)
 class Bound:
-    """The result of `bind_received`: the bound `names`, and the old values that were `replaced`.
+    """The result of `bind_received`: the names of the variables that were bound.
 
-    `gained` are the keys of objects that came from another rank.
+    `replaced` has facts on the old values of these variables. `gained` has the keys of objects that
+    came from another rank.
     """
 
     names: frozenset[str]
@@ -107,18 +108,21 @@ class Namespace:
         self._names.update(names)
 
     def change_ready(self, name: str, value: object) -> None:
-        """Change a value in `ready`, and the variable too unless a cell has given it a value."""
+        """Change a value in `ready`, such as `rank`, and the variable of the same name.
+
+        If a cell has bound the variable to another value, the variable keeps that value.
+        """
         # Compare by `is`: if a cell has bound a tensor, `==` would not return a bool.
         if self._names.get(name) is self.ready[name]:
             self._names[name] = value
         self.ready[name] = value
 
     def receive(self, task: Task, rank: int) -> list[str]:
-        """Bind the variables that came with a task, and make the notebook's changes of objects.
+        """Bind the variables that came with a task, and apply the notebook's changes of objects.
 
-        Variables that the notebook has deleted are deleted; their names are returned. If a variable
-        cannot be rebuilt, no variable is bound, and VariableError is raised. Names of `ready` that
-        a cell has deleted are bound again in any case.
+        Also delete variables that the notebook has deleted and this rank has not changed; return
+        their names. Names of `ready` that a cell has deleted are bound again. Raises VariableError
+        if a variable cannot be rebuilt; then no variable of the task is bound.
         """
         for name in self.ready.keys() - self._names.keys():
             self._names[name] = self.ready[name]
@@ -138,9 +142,10 @@ class Namespace:
         return deleted
 
     def receive_values(self, payload: Payload) -> dict[str, Any]:
-        """Return the arguments of a call, without binding variables.
+        """Unpack the arguments of a function call, and return them by name; bind no variables.
 
-        The objects in the arguments are registered by their keys, as variables' objects are.
+        Objects in the arguments that have a key are registered, so that later messages of the
+        notebook can refer to them.
         """
         try:
             arrived = self.read(payload)
@@ -150,7 +155,10 @@ class Namespace:
         return arrived.values
 
     def read(self, payload: Payload) -> ReceivedMessage:
-        """Rebuild the values of a message without binding variables; raises VariableError."""
+        """Rebuild the values that the notebook has sent, without binding any variable.
+
+        Raises VariableError if a value cannot be rebuilt.
+        """
         try:
             return self.counterparts.read(open_payload(payload))
         except CannotRebuild as problem:
@@ -203,7 +211,8 @@ class Namespace:
     def bind_received(self) -> Bound:
         """Bind the variables that `keep_received` has kept.
 
-        If the old value of a variable has the same structure, it is changed in place instead.
+        If a variable's old value has the same structure as its new one, the variable keeps the old
+        object, which gets the contents of the new one.
         """
         received = self.pop_received()
         if received.arrived is not None:
@@ -218,7 +227,7 @@ class Namespace:
     def release_values(self, task_id: str) -> None:
         """Release the memory of the values that a task has received, kept, or lent to the notebook.
 
-        The control thread calls this, too.
+        The main thread and the control thread call this.
         """
         self._received.pop(task_id, None)
         self.last_values.release_values(task_id)
@@ -244,8 +253,8 @@ class Namespace:
     def forget_old_values(self, names: Iterable[str]) -> None:
         """Forget the old values of variables that a task has bound or deleted.
 
-        An `Identity` keeps a small list or dict alive. If the object has a key, the key would then
-        be missing in `Done.dead`.
+        An `Identity` would keep an old value that is a small list or dict alive, and so the rank
+        would not report to the notebook, in `Done.dead`, that the object is gone.
         """
         for name in names:
             self._identities.pop(name, None)
@@ -257,10 +266,10 @@ class Namespace:
         return [each for each in dict(self._names).items() if not _is_system_name(each[0])]
 
     def import_paths(self, names: Iterable[str]) -> dict[str, str]:
-        """Return by name the import paths of modules, functions and classes among `names`.
+        """Return by name the import paths of variables that are modules, functions or classes.
 
-        A path such as `torch.nn:Linear` is "" if importing it would not give the object. Functions
-        and classes that cells have defined are left out.
+        An import path is a text such as `numpy` or `torch.nn:Linear`, or "" if importing it would
+        not give the same object. Functions and classes that cells have defined are left out.
         """
         import_paths = ((name, _import_path(self._names.get(name))) for name in names)
         return {name: import_path for name, import_path in import_paths if import_path is not None}
@@ -271,7 +280,7 @@ class Namespace:
         return {name: kind for name, kind in kinds.items() if kind != OTHER}
 
     def covered_names(self, names: Iterable[str]) -> frozenset[str]:
-        """Return which of `names` are in `ready`, and have another value now or were deleted."""
+        """Return those of `names` that are in `ready` but now have another value or are deleted."""
         return frozenset(
             name
             for name in self.ready.keys() & names
@@ -281,10 +290,11 @@ class Namespace:
         )
 
     def import_names(self, imports: Mapping[str, str]) -> frozenset[str]:
-        """Import the modules, functions and classes of another worker that this rank lacks.
+        """Import modules, functions and classes that another worker has; return the bound names.
 
-        `imports` has the other worker's import paths by name. Return the names that were bound. If
-        an import fails, only a line on stderr says so, because the cell may not need the name.
+        `imports` has import paths by name. Names that this rank has already are skipped. If an
+        import fails, a line on stderr says so, and no error is raised: the cell may not need the
+        name.
         """
         bound = set()
         for name, import_path in imports.items():
@@ -324,9 +334,10 @@ class Namespace:
             ) from error
 
     def pack(self, value: Any, task_id: str, title: str) -> Payload | None:
-        """Pack the value that an op has returned.
+        """Pack the value that an op has returned, for the notebook; return None for the value None.
 
-        If the value cannot be sent, VariableError says which part of it, and why.
+        `title` names the op in messages. Raises VariableError if the value cannot be sent; its
+        message says which part of the value cannot be sent, and why.
         """
         if value is None:
             return None
@@ -340,17 +351,18 @@ class Namespace:
             raise VariableError(f"{part} ({kind}) cannot be sent back: {why}.") from error
 
     def frames_of(self, value: Any) -> list[Buffer]:
-        """Pickle a value for the notebook, and return the pickle's frames, which are bytes.
+        """Pickle a value for the notebook, and return the pickle as a list of pieces of bytes.
 
-        Raises the exception that ended the pickling, if it fails.
+        Raises any exception of pickling.
         """
         return frames_of(value, self._names, ReturnReducer().reduce)
 
     def lend(self, value: Any, task_id: str, home: ReturnReducer | None = None) -> Payload:
         """Pack a value for the notebook.
 
-        A value that is too big for a message is put into shared memory, a segment, which stays
-        until `release_values`. `home` pickles objects that have a meaning only among ranks.
+        A value that is too big for a message is put into shared memory, which stays until
+        `release_values` is called for the task. `home` pickles objects that have a meaning only
+        among ranks, such as a DTensor.
         """
         payload, segment = self._pack_value(value, home)
         if segment is not None:
@@ -358,17 +370,20 @@ class Namespace:
         return payload
 
     def blame(self, name: str, value: Any, error: Exception) -> tuple[str, str, str]:
-        """Return which part of a value cannot be sent: the path to the part, its type, and why."""
+        """Return the part of a value that cannot be sent: its path, its type, and the reason.
+
+        `name` is the beginning of the path, and `error` the exception that pickling has raised.
+        """
         if isinstance(error, SpreadValue):
             return name, type_name(value), str(error)
         return blame(name, value, fails_in(self._names), error)[:3]
 
     def pack_or_keep(self, value: object, task_id: str) -> tuple[Payload | None, int | None]:
-        """Pack the last value of a cell; return the packed value and the size of a kept value.
+        """Pack the last value of a cell if it is small, or keep it in this process if it is big.
 
-        A small value is returned. A big value is kept in this process, for `lend_kept`, and only
-        its size is returned. A value that cannot be packed is no error of the cell: the size is 0,
-        and `lend_kept` returns the reason later.
+        Return (packed value, None) for a small value. Return (None, its size in bytes) for a big
+        one, which `lend_kept` lends to the notebook later. Return (None, 0) for a value that cannot
+        be packed; then `lend_kept` returns the reason. Return (None, None) for the value None.
         """
         if value is None:
             return None, None
@@ -385,9 +400,10 @@ class Namespace:
         return None, sum(segment.ref.sizes)
 
     def pack_small(self, value: object) -> tuple[Payload | None, int | None]:
-        """Pack and return the last value of a cell if it is small.
+        """Pack the last value of a cell if it is small; keep nothing.
 
-        Return None and 0 if the value is bigger or cannot be packed. A bigger value is not copied.
+        Return (packed value, None) for a small value, (None, 0) for a value that is big or cannot
+        be packed, and (None, None) for the value None. A big value is not copied.
         """
         if value is None:
             return None, None
@@ -402,9 +418,10 @@ class Namespace:
         return payload, None
 
     def lend_kept(self, kept_task_id: str, task_id: str) -> Brought:
-        """Lend the notebook the last value that was kept for the task `kept_task_id`.
+        """Lend the notebook the last value of the cell that ran as the task `kept_task_id`.
 
-        If the value is not available, return the reason.
+        `task_id` is the task that requests the value. If the value is not available, the result has
+        the reason as its `problem`.
         """
         if isinstance(kept := self.last_values.find(kept_task_id), str):
             return Brought(problem=kept)
@@ -459,12 +476,12 @@ def _is_still(identities: Mapping[str, Identity], name: str, value: object) -> b
 
 @dataclass
 class Context:
-    """The argument of each op: the rank's shell and variables, and what the op reports.
+    """The first argument of each op: the rank's shell and variables, and fields that the op fills.
 
-    An op adds the names that it binds to `bound`, and the names that it deletes to `deleted`. It
-    adds the keys of objects that it gets from another rank or a file to `gained`. It may set
-    `title`, its name for the user. The kernel closes `cleanup` once the op's value was packed. The
-    kernel uses a context for each cell, too.
+    An op adds the names that it binds to `bound`, the names that it deletes to `deleted`, and the
+    keys of objects that it gets from another rank or a file to `gained`. It may set `title`, the
+    name by which messages call it. The kernel closes `cleanup` once the op's value is packed. The
+    kernel also makes a context for each cell.
     """
 
     shell: Any
@@ -488,14 +505,14 @@ class Context:
         return names
 
     def lend(self, value: Any, home: ReturnReducer | None = None) -> Payload:
-        """Pack a value for the notebook; it stays until the notebook releases the task's values."""
+        """Pack a value for the notebook, as `Namespace.lend` does, as a value of this task."""
         return self.namespace.lend(value, self.task_id, home or ReturnReducer())
 
     def record_changes(self) -> ExitStack:
-        """Return a context for user code, which records in this object what the code changes.
+        """Return a context manager in which user code is run.
 
-        At the end of the context, names that the code has bound or deleted are added to `bound` and
-        `deleted`.
+        When the code has ended, the names that it has bound are added to `bound`, and the names
+        that it has deleted to `deleted`.
         """
         before = self.namespace.snapshot()
 
@@ -513,10 +530,10 @@ class Context:
 
 @cache
 def import_ops() -> Mapping[str, ModuleType | Exception]:
-    """Import all modules of ops, and return them by name.
+    """Import all modules of ops, nbdist's own and those of plugins, and return them by name.
 
-    For a plugin that cannot be imported, return the exception. Called before user code runs, since
-    user code may use up the descriptors that an import needs.
+    In place of a plugin that cannot be imported, the result has the exception. This is called
+    before user code runs, since user code may use up the descriptors that an import needs.
     """
     modules: dict[str, ModuleType | Exception] = {}
     for name, point in plugins.entry_points(plugins.OPS_GROUP).items():

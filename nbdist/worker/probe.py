@@ -58,7 +58,7 @@ STALLED = 3
 
 
 class Probe:
-    """Locates the main thread and its collectives, fast enough for ten calls a second."""
+    """Finds out in which line and collective the main thread is, up to ten times a second."""
 
     def __init__(self, group: Group | None) -> None:
         self._loop = asyncio.get_event_loop()  # the loop of the main thread, which runs this line
@@ -137,9 +137,10 @@ class Probe:
 
     @property
     def waits_for_nccl(self) -> bool:
-        """Whether user code runs and depends on a collective of nccl.
+        """Whether the main thread runs user code that may use the result of a collective of nccl.
 
-        The code is calling a collective, or a collective has begun and not ended, or has failed.
+        This is so if the code is calling a collective, or if a collective has not ended or has
+        failed.
         """
         if not self.uses_nccl or self._group is None:
             return False
@@ -174,12 +175,12 @@ class Probe:
     def _find_operation(
         self, frames: list[FrameType], counts: Mapping[str, Counts], nccl: Pending
     ) -> str:
-        """Return a name for the main thread's wait for ranks; "" if it does not wait for ranks.
+        """Return the name of the operation in which the main thread waits for ranks, or "".
 
-        The name is mostly torch's name of a collective. With gloo the thread waits for ranks if it
-        waits in a group's store. It also waits for ranks if it waits in a futex (a lock of Linux),
-        and a collective has begun or the thread has called a function of torch.distributed. Flight
-        Recorder alone does not show this, because it does not record sends.
+        The name is mostly torch's name of a collective. With gloo, the thread waits for ranks in
+        two cases: it waits in a group's store; or it waits for a lock (a futex of Linux) after it
+        has begun a collective or called a function of torch.distributed. Flight Recorder alone
+        cannot tell this, because it does not record sends.
         """
         if self._group is None:
             return ""
@@ -204,10 +205,10 @@ class Probe:
         return "backward" if any(f.f_code.co_name == seam.BACKWARD for f in frames) else ""
 
     def _has_help(self, frames: list[FrameType]) -> bool:
-        """Return True if the main thread's wait may end without any other rank's help.
+        """Return True if the main thread's wait may end without the help of another rank.
 
-        A GPU in use may end the wait, or another thread that runs user code or communicates. Also
-        return True if the main thread does not wait for ranks at all.
+        A GPU in use may end the wait, or another thread of this process that runs user code or
+        communicates. Also return True if the main thread does not wait for ranks.
         """
         threads = set(call_without_gc(sys._current_frames)) - {self._ident, threading.get_ident()}
         has_gpu = accelerator.is_in_use()
@@ -242,10 +243,11 @@ def _waits_for_ranks(frames: list[FrameType]) -> bool:
 
 
 def is_calling(code: CodeType | None) -> bool:
-    """Return True if `code`, of a stack's innermost call, shows that the rank calls a collective.
+    """Return True if a thread whose innermost call runs `code` is starting a collective.
 
-    So does each public function of torch's `distributed_c10d`, and `_coalescing_manager`.  Until
-    nccl has connected the ranks, Flight Recorder lacks the collective: only this call shows it.
+    This is assumed in each public function of torch's `distributed_c10d`, and in
+    `_coalescing_manager`. Until nccl has connected the ranks, Flight Recorder has no entry for the
+    collective, and only the call shows it.
     """
     if code is None or not code.co_filename.endswith(CALLING):
         return False
@@ -368,11 +370,11 @@ def is_handling_stop(ident: int) -> bool:
 
 
 def write_stacks_to(path: str) -> None:
-    """Open a file by which the agent can read this thread's stack, also after a crash.
+    """Open a file from which the agent can learn this thread's stack without asking this process.
 
-    The file's first line is the thread's `CallLayout`, by which the agent reads the stack in
-    memory. The line is empty for an unknown version of Python. If the process crashes, faulthandler
-    writes the stack to the file.
+    The first line of the file is the thread's `CallLayout`, with which the agent reads the stack in
+    this process's memory; it is empty for an unknown version of Python. If the process crashes,
+    faulthandler writes the stack to the file.
     """
     file = open(path, "ab", buffering=0)  # noqa: SIM115 (it stays open until the process exits)
     _open.append(file)

@@ -51,8 +51,9 @@ class BadEnvironment(Exception):
 def die_with_parent(parent_pid: int) -> None:
     """Make Linux kill this process when its parent exits, so that no worker outlives its agent.
 
-    A forked process first waits until the process between the agent and itself has exited: then the
-    agent is its parent. If the process `parent_pid` does not become the parent, this process exits.
+    `parent_pid` is the agent's process id. A forked worker first waits until the process between
+    the agent and itself has exited, which makes the agent its parent. If the agent does not become
+    the parent, this process exits.
     """
     poll_until(lambda: os.getppid() == parent_pid)
     if not signal_on_parent_exit(signal.SIGKILL, parent_pid):
@@ -83,9 +84,9 @@ def is_ready(fd: socket.socket | int, ms: float | None = None, event: int = sele
 
 @contextmanager
 def allow_more_descriptors() -> Iterator[None]:
-    """Return a context in which the limit of descriptors is up to `DESCRIPTOR_RESERVE` higher.
+    """Within this context, the limit of open descriptors is up to `DESCRIPTOR_RESERVE` higher.
 
-    The control thread uses the context, as user code may have opened all allowed descriptors.
+    The control thread needs this because user code may have opened all allowed descriptors.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     more = (
@@ -106,11 +107,11 @@ def allow_more_descriptors() -> Iterator[None]:
 class Interrupts:
     """Delivers SIGINT to the running task, or keeps it for a task that has arrived but not begun.
 
-    SIGINT has no effect if there is no such task. Stop can come while its task is still unread in
-    the worker's socket: if SIGINT were ignored then, the task would run in spite of Stop, until the
-    agent killed the worker. `has_more` returns True if a task has arrived that has not begun, and
-    `handle` handles SIGINT while a task runs. Only `settle_sigint` may run on another thread than
-    the main thread.
+    If there is neither, SIGINT has no effect. A SIGINT is kept because Stop can come while the
+    worker has not read the task yet: if the SIGINT were dropped, the task would run in spite of
+    Stop. `has_more` returns True if a task has arrived that has not begun, and `handle` is the
+    signal handler while a task runs. Of the methods, only `settle_sigint` may be called on another
+    thread than the main thread.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Interrupts:
         return f"<Interrupts {'one kept' if self._has_sigint else 'none'}>"
 
     def begin(self) -> None:
-        """Deliver SIGINT to the task that begins now.
+        """Handle SIGINT by `handle` from now on; called when a task begins.
 
         Raises KeyboardInterrupt if a SIGINT was kept for this task.
         """
@@ -151,10 +152,11 @@ class Interrupts:
         self._has_sigint = self._has_sigint and self._has_more()
 
     def settle_sigint(self, *, is_for_task: bool) -> None:
-        """Keep the SIGINT that the agent sent before `SigintSent` if `is_for_task`, or drop it.
+        """Keep or drop a SIGINT that came while no task ran; called for the message `SigintSent`.
 
-        The SIGINT is dropped even if Linux has not delivered it yet. Otherwise a process that had
-        to wait for a processor would get it in the next task.
+        The agent sends SIGINT, and then `SigintSent`. The SIGINT is kept for the next task if
+        `is_for_task`, which says that the worker has already read that task. If not, the SIGINT is
+        dropped, even if Linux has not delivered it yet: otherwise it could interrupt a later task.
         """
         if signal.getsignal(signal.SIGINT) != self._keep_sigint:
             return  # a task runs, and has got the SIGINT or is about to get it
@@ -178,10 +180,11 @@ def system_call() -> list[bytes]:
 
 @contextmanager
 def threads_without_sigint() -> Iterator[None]:
-    """Return a context in which started threads block SIGINT, so that the main thread gets it.
+    """Within this context, threads that are started block SIGINT, so that the main thread gets it.
 
-    After SIGSTOP and SIGCONT any thread that does not block SIGINT may get it. Python would then
-    handle it too late: after the main thread has read the `SigintSent` that the agent sent later.
+    After SIGSTOP and SIGCONT, Linux may deliver SIGINT to any thread that does not block it. Python
+    would then handle it only after the main thread has read the `SigintSent` that the agent sends
+    after the SIGINT, which is too late.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -194,7 +197,7 @@ def threads_without_sigint() -> Iterator[None]:
 
 
 def leave_world_in_children(leave: Callable[[], None] | None) -> None:
-    """Make each child that user code forks call `leave`, unless a data loader has forked the child.
+    """Make each child that user code forks call `leave`; children of a data loader do not call it.
 
     `leave` makes the child forget the world's groups, and gives it torch's own
     `init_process_group`. So children can form groups of their own, as in torch's tutorial "Writing
@@ -219,9 +222,9 @@ MAX_WAITS = 4_000  # newest waits whose times are kept; all waits are counted
 
 
 class CellTimes:
-    """Times of the last cell, script or call, and of its waits for other ranks.
+    """Times of the last cell, script or function call, and of its waits for other ranks.
 
-    All times are nanoseconds on this machine's clock. The cell runs inside of `with CELL_TIMES:`.
+    All times are in nanoseconds since 1970. The kernel runs each cell inside of `with CELL_TIMES:`.
     """
 
     # Do not use `contextlib`, which sets attributes of the exceptions that pass through a context:
@@ -317,7 +320,7 @@ def write_mark(token: str, value: Mark) -> None:
 
 
 def flush_streams() -> None:
-    """Flush Python's and C's stdout and stderr, and restore streams that a cell has removed."""
+    """Flush Python's and C's stdout and stderr, and restore those that a cell has closed."""
     for name, stream in _own_streams.items():
         if getattr(sys, name) is None:  # a cell has removed it, and without it no cell could run
             setattr(sys, name, stream)
@@ -375,13 +378,16 @@ class _Bytes(io.RawIOBase):
 
 
 def rank_stream(name: StreamName, token: str) -> io.TextIOWrapper:
-    """Return a text stream for stdout or stderr that writes at once and cannot be closed."""
+    """Return a text stream for `sys.stdout` or `sys.stderr`, unbuffered, that cannot be closed."""
     stream: Any = _Bytes(name, token)
     return io.TextIOWrapper(stream, "utf-8", "backslashreplace", newline="\n", write_through=True)
 
 
 def install_streams(token: str) -> None:
-    """Replace `sys.stdout` and `sys.stderr` of this process; called before user code runs."""
+    """Let `sys.stdout` and `sys.stderr` write to the pipe that the agent reads.
+
+    Called once, before user code runs. `token` is the text in the worker's marks.
+    """
     for fd in _duplicates:
         try:
             _duplicates[fd] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_PRIVATE)

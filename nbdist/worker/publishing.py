@@ -71,8 +71,9 @@ MAX_FILES_LENGTH = 200_000_000  # characters that a rank may write to files of l
 class LargeOutputs:
     """Saves large data of messages to files in `folder`; the message then names the file.
 
-    Data that cannot be saved, such as data beyond `MAX_FILES_LENGTH`, is dropped. `host` is this
-    machine's name if the notebook may be on another machine, else "".
+    Data is dropped if it cannot be saved, or if the files would get longer than
+    `MAX_FILES_LENGTH`. `host` is this machine's name if the notebook may be on another machine,
+    and otherwise "".
     """
 
     def __init__(self, folder: Path | None, host: str = "") -> None:
@@ -83,9 +84,10 @@ class LargeOutputs:
         """Characters that the task may still display before `SMALL_DISPLAY` limits each display."""
 
     def limit_content(self, kind: str, content: Any) -> Any:
-        """Return the content of a message of this kind, or a copy with notes instead of large data.
+        """Return a message's content; if it has large data, a copy with notes in place of the data.
 
-        Content of the wrong type is returned as it is, because user code can publish anything.
+        `kind` is the Jupyter type of the message, such as "error". Only errors and displays are
+        limited. Content of the wrong type is returned as it is, as user code can publish anything.
         """
         fit = self._limit_error if kind == "error" else self._limit_display
         is_limited = isinstance(content, dict) and (kind == "error" or kind in DISPLAYS)
@@ -259,14 +261,14 @@ class MarkingSession(Session):
             return self._sent
 
     def begin_task(self) -> None:
-        """Forget the error that the last task has shown, and its displays."""
+        """Forget the error that the last task has shown, and how much it has displayed."""
         self.shown_error = None, 0
         self.large_outputs.remaining = MAX_TASK_DISPLAYS
 
     def pop_error_number(self, error: BaseException | None) -> int:
-        """Return the number of the message that has shown this error, 0 if no message has.
+        """Return the number of the message that has shown this error; 0 if no message has shown it.
 
-        The session then forgets the error, so that the error and its frames can be freed.
+        Afterwards the session has no reference to the error, so its frames can be freed.
         """
         (shown, number), self.shown_error = self.shown_error, (None, 0)
         return number if shown is error else 0
@@ -310,7 +312,7 @@ class Records:
         self._level, self._sent = level, 0
 
     def end_task(self) -> None:
-        """If records of the task exceeded the limit, send a record that says how many."""
+        """If the task had records beyond the limit, send one record that says how many."""
         dropped, self._dropped = self._dropped, 0
         if dropped:
             text = (

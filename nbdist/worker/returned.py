@@ -33,13 +33,13 @@ class SpreadValue(PicklingError):
 
 
 class ReturnReducer:
-    """Pickles for the notebook the values that have a meaning only among ranks.
+    """Tells pickle what to send to the notebook for values that have a meaning only among ranks.
 
     A DDP module becomes the module inside it, and an FSDP2 module the module before `fully_shard`.
-    A mesh or a process group raises `SpreadValue`, and so does a DTensor. But with `notes` a
-    DTensor is only listed in `spread`. With `joins` a DTensor becomes a whole tensor by a
-    collective, which all ranks that have a part must call in the same order. An object of this
-    class is made for each pickle.
+    A mesh or a process group raises `SpreadValue`. A DTensor raises it too, by default. With
+    `notes`, a DTensor raises nothing and is listed in `spread`. With `joins`, a DTensor becomes a
+    whole tensor by a collective, which all ranks that have a part must call in the same order. Each
+    pickle needs a new object of this class.
     """
 
     def __init__(self, *, notes: bool = False, joins: bool = False) -> None:
@@ -110,10 +110,10 @@ def _reduce_to(value: Any) -> tuple[Any, ...]:
 
 
 def dist_class(package: str, name: str) -> Any:
-    """Return a class of torch.distributed; `ReturnReducer` if its package was not imported.
+    """Return the class `name` of `torch.distributed.PACKAGE`, without importing the package.
 
-    Without the package there are no objects of its class. Callers compare the result with the types
-    of values, and no value is a `ReturnReducer`.
+    Callers test whether values are of this class. If the package was not imported, no value can be,
+    and the result is `ReturnReducer`, of which no value is either.
     """
     return getattr(sys.modules.get(f"torch.distributed.{package}"), name, ReturnReducer)
 
@@ -146,16 +146,20 @@ CLEANED = "is gone: `%dist_memory --free` released it"
 
 
 class KeptValues:
-    """Keeps the packed last values of cells if they are big, by the id of the cell's task.
+    """Keeps the big last values of cells, packed, until the notebook requests them.
 
-    For a value that is not available, the reason is kept.
+    Each value is kept under the id of the cell's task. In place of a value that could not be packed
+    or was released, the reason is kept, as a text for the user.
     """
 
     def __init__(self) -> None:
         self._values: dict[str, Segment | str] = {}
 
     def keep(self, task_id: str, value: Segment | str) -> None:
-        """Keep a value, or the reason why there is none; release old values beyond the limits."""
+        """Keep a value, or the reason why it is not available.
+
+        Release the oldest values beyond `MAX_KEPT_RESULTS` and `MAX_KEPT_BYTES`.
+        """
         self._values[task_id] = value
         count = size = 0
         for kept_id, kept in reversed([*self._values.items()]):

@@ -62,9 +62,9 @@ class CellExit(IPyAutocall):
 
 
 class CellEvents(EventManager):
-    """IPython's events, whose callbacks run before and after a cell.
+    """IPython's events, such as `pre_execute`, whose callbacks run before and after a cell.
 
-    If Stop interrupts a callback, the cell ends. In IPython itself the cell would go on.
+    If Stop interrupts a callback, the cell ends. With IPython's own class the cell would go on.
     """
 
     def trigger(self, event: str, *args: Any, **kwargs: Any) -> None:
@@ -97,10 +97,10 @@ class NotingHook(ZMQShellDisplayHook):
 
 
 class WorkerShell(AnnouncesErrors):
-    """The shell of a rank.
+    """IPython's shell on a rank.
 
-    `ready` has the variables that every worker has, such as `rank`. Cells find them even after
-    `%reset`.
+    `ready` has the variables that every worker has from its start, such as `rank`; `%reset` binds
+    them again.
     """
 
     ready: Mapping[str, Any] = MappingProxyType({})
@@ -119,11 +119,11 @@ class WorkerShell(AnnouncesErrors):
         self.user_ns.update(self.ready)
 
     def run_cell(self, *args: Any, **kwargs: Any) -> ExecutionResult:
-        """Run a cell, and set `last_execution_result` unless IPython has stored a failed result.
+        """Run a cell, and store its result in `last_execution_result`.
 
-        IPython stores no result if Stop comes before the first line of the cell or after its last
-        line. A failed result that IPython has stored is not replaced: it has the exception of the
-        cell, whereas the returned result may have an error of drawing the traceback.
+        IPython itself stores no result if Stop comes before the first line of the cell or after its
+        last line. If IPython has stored a result with an exception, that result stays, because the
+        returned result may instead have an error of drawing the traceback.
         """
         result: ExecutionResult = super().run_cell(*args, **kwargs)
         if self.last_execution_result is None or self.last_execution_result.success:
@@ -131,9 +131,10 @@ class WorkerShell(AnnouncesErrors):
         return result
 
     async def run_code(self, code: Any, result: Any = None, *, async_: bool = False) -> bool:
-        """Run code, and return True if it failed, even if its traceback cannot be drawn.
+        """Run code, and return True if it raised an exception.
 
-        IPython sets the exception of the code in `result` before it draws the traceback.
+        If drawing the traceback of that exception raises an error, the error is ignored: IPython
+        has already put the exception of the code into `result`.
         """
         try:
             failed: bool = await super().run_code(code, result, async_=async_)
@@ -176,7 +177,7 @@ class WorkerShell(AnnouncesErrors):
 
     @contextmanager
     def announcing(self, kind: type[BaseException], error: BaseException) -> Iterator[None]:
-        """Return a context in which the session adds fields to the error message of an exception.
+        """Within this context, the session adds fields to the Jupyter message about this exception.
 
         The fields are the exception's classes, the state of the connections to other ranks, and
         remedies.

@@ -39,7 +39,7 @@ MAX_DEFERRAL = 1.0  # seconds that SIGINT waits for the end of a step; a step ma
 
 
 class StepCounter:
-    """Counts the steps of a task's optimizers, and holds or interrupts the task at a step.
+    """Counts the optimizer steps of a task, and holds or interrupts the task where a step begins.
 
     A step that begins inside of another step is not counted.
     """
@@ -81,7 +81,7 @@ class StepCounter:
             self._watch_dropped()
 
     def end_task(self, *, has_succeeded: bool = False) -> None:
-        """No longer hold the task or defer SIGINT; the counts stay until the next task begins."""
+        """Hold the task and defer SIGINT no longer; the counts stay until the next task begins."""
         self._succeeded_task = self._task_id if has_succeeded else ""
         self._task_id, self._is_held = "", False
         self._drop_deferral()
@@ -146,10 +146,10 @@ class StepCounter:
         raise KeyboardInterrupt
 
     def handle_sigint(self, _: int, frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt, or if a step runs let `after_step` raise it at the step's end.
+        """Raise KeyboardInterrupt, at once or at the end of the optimizer step that runs now.
 
-        A second SIGINT interrupts the step itself. A step that has not ended after `MAX_DEFERRAL`
-        seconds is interrupted, too.
+        If a step runs, `after_step` raises it. The step itself is interrupted by a second SIGINT,
+        or if it has not ended after `MAX_DEFERRAL` seconds.
         """
         self.on_sigint()
         self._is_held = False
@@ -194,9 +194,9 @@ class StepCounter:
 
     @property
     def has_taken_sigint(self) -> bool:
-        """Whether the task's code has got a SIGINT, as a KeyboardInterrupt or in its own handler.
+        """Whether the task's code has got a SIGINT as a KeyboardInterrupt.
 
-        Always True if the code has set its own handler, which gets each SIGINT.
+        Also True if the code has set a signal handler of its own, which gets each SIGINT.
         """
         return self._has_interrupted or signal.getsignal(signal.SIGINT) != self.handle_sigint
 
@@ -209,7 +209,7 @@ class StepCounter:
         """Hold the task at the beginning of its next step; return how many steps it has begun.
 
         A task that has begun no step is not held. If the task has already ended, which the agent
-        may not know yet, return its last count if it has succeeded, else 0.
+        may not know yet, return its final count if it has succeeded, and 0 if it has failed.
         """
         if task_id != self._task_id:
             has_succeeded = task_id == self._succeeded_task
@@ -230,15 +230,15 @@ class StepCounter:
             self._stop_at = step
 
     def release(self, task_id: str) -> StepCount:
-        """Let a held task go on; return its count, and whether `stop_at` has interrupted it."""
+        """Let a held task go on; return its step count, and whether `stop_at` interrupted it."""
         with self._lock:
             has_stopped, self._is_held = self._has_stopped, False
         return StepCount(self.begun, has_stopped=has_stopped and task_id == self._task_id)
 
     def raise_at_once(self) -> None:
-        """Defer no further SIGINT of this task to the end of a step.
+        """From now on let each SIGINT of this task interrupt a running step at once.
 
-        Called when a collective is aborted, whose meaningless result the step would use.
+        Called when a collective is aborted: the step would otherwise use its meaningless result.
         """
         self._raises_at_once = True
 

@@ -94,9 +94,10 @@ def classes_of(kind: type[BaseException]) -> tuple[str, ...]:
 
 
 def short_traceback(tb: TracebackType | None) -> list[str]:
-    """Return a traceback as a line for each call; lines for calls in a cell have the cell's code.
+    """Return a traceback as plain text, with one line for each call.
 
-    Calls of nbdist and of debuggers are left out. Recursive calls are folded into one line.
+    The line for a call in a cell has the cell's code. Calls of nbdist and of debuggers are left
+    out, and many recursive calls become one line.
     """
     cells = cell_numbers()
     lines = []
@@ -136,7 +137,10 @@ FOLDED = re.compile(r"<(… [\d,]+ calls of the same (?:line|\d lines))>")
 
 
 def find_recursions(calls: Sequence[Hashable]) -> Iterator[tuple[int, int, str]]:
-    """Yield start, end and a text for each run of calls that repeat the calls before the run."""
+    """Yield (start, end, text) for each range of `calls` that only repeats the calls before it.
+
+    The text, such as "… 900 calls of the same line", can be shown in place of the range.
+    """
     position = 0
     while position < len(calls):
         for period in range(1, LONGEST_CYCLE + 1):
@@ -167,7 +171,7 @@ def without_recursion(tb: TracebackType | None) -> TracebackType | None:
 
 
 def format_folded(part: str) -> str:
-    """Return a part of a drawn traceback, or a line of text if the part is a stand-in call."""
+    """Return a part of a drawn traceback; for a stand-in call return its line of text instead."""
     match = FOLDED.search(part)
     return f"{match[1]}\n" if match else part
 
@@ -229,10 +233,11 @@ def cell_part(tb: TracebackType | None) -> TracebackType | None:
 
 
 def interrupted_part(error: BaseException, tb: TracebackType | None) -> TracebackType | None:
-    """Return the part of a KeyboardInterrupt's traceback `tb` that begins at the cell's line.
+    """Return the traceback of a KeyboardInterrupt, from the cell's line on.
 
-    Python may handle SIGINT only after another exception, such as the error that ends a wait in
-    C++, has left the cell. Then that exception's traceback has the cell's line, and is used.
+    Python may handle SIGINT only after another exception has left the cell, such as the error that
+    ends a wait in C++. In this case `tb` lacks the cell's line, and the traceback of the other
+    exception is returned.
     """
     cells = cell_numbers()
     for each in exception_chain(error):
@@ -243,9 +248,10 @@ def interrupted_part(error: BaseException, tb: TracebackType | None) -> Tracebac
 
 
 def with_short_message(kind: Any, error: Any) -> tuple[Any, Any]:
-    """Return an exception's class and the exception; replace it if its message is too long.
+    """Return (class, exception) to show for an exception, whose message may be too long.
 
-    The replacement is an exception of another class with the same name, whose message is cut.
+    If the message has more than `MAX_FAILURE_LENGTH` characters, the result is a stand-in with a
+    shortened message, of a new class with the same name.
     """
     message = message_of(error)
     if len(message) <= MAX_FAILURE_LENGTH:
@@ -327,7 +333,7 @@ HAS_NO_GPU = (AssertionError, RuntimeError, AttributeError)
 def remedies(shell: Any, rank: int, error: BaseException) -> list[str]:
     """Return lines to show below an error: how to repair it, or what uses the memory that is full.
 
-    Return an empty list for most errors.
+    Return [] for an error without advice, as most errors are. `shell` is the rank's IPython shell.
     """
     lines, names = account(shell, rank, error), shell.user_ns
     if type(error) is NameError and error.name:
@@ -393,9 +399,10 @@ DEVICE_ERROR_TYPES = {RuntimeError, getattr(torch, "AcceleratorError", RuntimeEr
 
 
 def lasting_error(error: BaseException) -> str:
-    """Return CUDA's message if an error, or an exception before it, is a GPU error that lasts.
+    """Return CUDA's message if an exception is a GPU error that lasts, and "" if it is not.
 
-    After such an error the process cannot use the GPU any more. Return "" for other errors.
+    After a lasting error the process cannot use the GPU any more. The causes and contexts of the
+    exception are searched, too.
     """
     args = (
         arg
@@ -408,10 +415,11 @@ def lasting_error(error: BaseException) -> str:
 
 
 def unfit_reason(rank: int, error: BaseException) -> str:
-    """Return why this process cannot be used any more after an error; "" if it can.
+    """Return why this process cannot be used any more after an error; "" if it still can be used.
 
-    The driver of the GPU is asked, too: the GPU may have failed although the cell's error says
-    something else, as GPU kernels run later than the code that starts them.
+    The reason is a GPU error that lasts. If `error` is none, the GPU's driver is asked: the GPU may
+    have failed although the cell's error says something else, as GPU kernels run later than the
+    code that starts them.
     """
     message = lasting_error(error)
     if not message:
@@ -438,9 +446,10 @@ NOT_SENT = {"__dict__", "__weakref__", "__notes__", "obj"}
 def contents_of(error: BaseException, namespace: dict[str, Any]) -> Payload:
     """Pack the arguments and attributes of an exception, for the notebook.
 
-    An argument that is too large or cannot be pickled becomes text, and such an attribute is left
-    out. The notebook makes the exception again by `bare`. If `bare` cannot make its class, the
-    exception is also pickled as a whole, if possible.
+    If an argument is too large or cannot be pickled, its `repr` is sent; such an attribute is left
+    out. From these the notebook makes the exception again without running code of its class
+    (`nbdist.errors.bare`). For a class of which this is impossible, the exception is also pickled
+    as a whole.
     """
     args = [
         _pack_value(arg, namespace) or _pack_value(_repr_of(arg), namespace) for arg in error.args

@@ -36,7 +36,7 @@ The last field is the count of its numbers that are NaN or infinite.
 
 _pending_calls: list[TrackCall] = []
 _call_counts: dict[str, int] = {}
-"""By name, how often the task has tracked the name without a step; 0 for a name with steps."""
+"""By name, how often the task has tracked it without `step`; 0 if always with `step`."""
 
 _points: dict[str, list[TrackedPoint]] = {}
 """By name, the points of the next message."""
@@ -139,7 +139,10 @@ os.register_at_fork(after_in_child=lambda: connect(None))
 
 
 def _to_number(name: str, value: Any) -> Any:
-    """Return a value as a float, or a GPU tensor's copy; raise TypeError if it is no number."""
+    """Return a value as a float; for a tensor on a GPU return a copy there, which is read later.
+
+    Raises TypeError if the value is no number.
+    """
     # `full_tensor` is a collective, which the ranks would call at different times.
     if hasattr(value, "full_tensor"):
         raise TypeError(f"track({name}=...): a DTensor; track its `.full_tensor()`")
@@ -241,14 +244,15 @@ def _warn(text: str) -> None:
 def _merge_points(
     points: list[TrackedPoint], limit: int, last_step: float | None
 ) -> Iterator[TrackedPoint]:
-    """Merge points in their order to about `limit` points, at most to twice as many.
+    """Merge neighbouring points, so that about `limit` points are left, and at most twice as many.
 
-    A new point covers a range of steps. All ranges have the same width, and begin at multiples of
-    the width, so that they are the same on all ranks. A point that would begin below `last_step`,
-    which was already sent, begins at `last_step`. One more point begins at the first number that is
-    NaN or infinite, because the notebook shows its step. If the steps are so unordered that twice
-    the limit would be exceeded, a fixed number of points is merged into each new point, which
-    begins at the lowest step among them.
+    Each new point covers a range of steps. All ranges have the same width, and begin at multiples
+    of the width, so that they are the same on all ranks. A point that would begin below
+    `last_step`, the last step that was sent, begins at `last_step`. A further point begins at the
+    first number that is NaN or infinite, because the notebook shows its step.
+
+    If the steps are too unordered for this, each new point covers the same number of old points
+    instead, and begins at the lowest step among them.
     """
     first, span = points[0][0], abs(points[-1][0] - points[0][0])
     min_width = max(MIN_STEP_WIDTH, span / (limit - 1))
