@@ -1,4 +1,4 @@
-"""Requests to a worker's control thread, which answers even while a task runs, and the answers.
+"""The agent's requests to a worker's control thread, and the answers; also while a task runs.
 
 Agents send the requests (`nbdist.agent.worker`), and `nbdist.worker.control` answers them.
 Requests and answers are pickled, and have a connection of their own.  Users' code runs in the
@@ -27,7 +27,7 @@ class Complete(NamedTuple):
 
 
 class Inspect(NamedTuple):
-    """Ask for a description of the name at the cursor; with `detail` 1 also for its source code."""
+    """Ask for a description of the name at the cursor; with `detail` 1 also its source code."""
 
     code: str
     cursor: int
@@ -85,7 +85,10 @@ class Completions:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A description of the name at the cursor, by media type; no entry if the name is unknown."""
+    """The answer to `Inspect`: a description of the name at the cursor, by media type.
+
+    `data` is empty if the name is unknown.
+    """
 
     data: Mapping[str, str]
 
@@ -114,7 +117,10 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class LastCollective:
-    """Ask for the collective that the rank began last: a `Collective`, or `Ok` if there is none."""
+    """Ask for the collective that the rank began last; answered by a `Collective`.
+
+    Answered by `Ok` if the rank has begun none.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +135,9 @@ class ListSecrets:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Publish a message on iopub.
+    """Ask the worker's kernel to publish a message on its iopub socket.
 
-    When the message arrives, the agent knows that its subscription to iopub works.
+    When the message arrives, the agent knows that its subscription to this socket works.
     """
 
 
@@ -144,17 +150,18 @@ class Check:
 
 
 class StartDebugger(NamedTuple):
-    """Start the rank's debugger, and listen for the agent's connection on a Unix socket.
+    """Start the rank's debugger (debugpy), which waits for the agent's connection.
 
-    The path of the socket is `debugger_socket`.  Answered by `Failed` if debugpy is not installed,
-    if user code has started debugpy, or if the last session has not ended in time.
+    The worker listens on a Unix socket at the path `debugger_socket`.  Answered by `Failed` if
+    debugpy is not installed, if user code has started debugpy, or if the last session has not ended
+    in time.
     """
 
     debugger_socket: str
 
 
 class ReleaseTaskValues(NamedTuple):
-    """Free the values that this task returned, which were read or which nobody will read."""
+    """Free the values that this task has returned: they were read, or nobody will read them."""
 
     task_id: str
 
@@ -166,26 +173,26 @@ class AbortCollectives:
 
 @dataclass(frozen=True, slots=True)
 class EndStoreWait:
-    """End the wait of the main thread if the thread waits in a TCPStore that user code has made."""
+    """If the main thread waits in a TCPStore of torch that user code has made, end its wait."""
 
 
 MAX_STEPS_APART = 10
-"""If the step counts of two ranks differ by more, the ranks hardly train one model together.
+"""Ranks whose step counts differ by more than this do not count as training one model together.
 
 Ranks that train together are mostly at most one step apart."""
 
 
 class HoldSteps(NamedTuple):
-    """Let a task wait at the beginning of its next optimizer step; answered by `StepCount`.
+    """Make a task wait at the beginning of its next optimizer step; answered by `StepCount`.
 
-    A task that has begun no step yet is not held.
+    A task that has begun no step yet does not wait.
     """
 
     task_id: str
 
 
 class StopAtStep(NamedTuple):
-    """Let a held task go on until `step` begins, and raise KeyboardInterrupt in the task there."""
+    """Let a task that `HoldSteps` holds go on, and raise KeyboardInterrupt where `step` begins."""
 
     task_id: str
     step: int
@@ -202,10 +209,11 @@ class ReleaseSteps(NamedTuple):
 
 
 class Regroup(NamedTuple):
-    """Reconnect the world's group and the groups in `members`, which keep their sizes.
+    """Connect the world's group and the groups in `members` again, with the same ranks as before.
 
-    `members` has, by name, the ranks of each group that any survivor has, except the world's own.
-    Once the groups are connected, the worker adopts the environment variables in `environ`.
+    `members` has by name the ranks of each group, besides the world's own, of which at least one
+    survivor is a member.  Once the groups are connected, the worker adopts the environment
+    variables in `environ`.
     """
 
     generation: int
@@ -278,7 +286,7 @@ class StepCount:
 
 @dataclass(frozen=True, slots=True)
 class HeldGroups:
-    """The groups of a worker: its rank in the world's group, and the other groups by name.
+    """The groups of a worker: its rank in the world, and the ranks of its other groups by name.
 
     `world_size` is 0 if the worker's last attempt to form the world's group failed.
     """
@@ -292,7 +300,8 @@ class HeldGroups:
 class Failed:
     """The answer to a request that failed; `error` says why.
 
-    If `unfit` is True, the cause seems to be this worker, and not the connection to other ranks.
+    If `unfit` is True, the cause seems to be in this worker itself, so that only a new process
+    helps.  If it is False, the cause may be in the connections to other ranks.
     """
 
     error: str

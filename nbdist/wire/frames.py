@@ -1,7 +1,7 @@
 """Turns messages into bytes and back: pickles, frames with their length, and JSON.
 
-Every process of nbdist uses this file.  Users' code runs in workers, so pickled messages of workers
-are read with `object_from`, which makes objects of expected classes only.
+Every process of nbdist uses this file.  Users' code runs in workers, so a worker's messages are not
+trusted: they are read with `object_from`, which makes objects of expected classes only.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ def unpack(frame: bytes | memoryview) -> Any:
 
 
 def object_from(frame: bytes, kind: Any, *parts: type) -> Any:
-    """Unpickle an object of the type `kind`, a class or a union; raises BadFrame for other frames.
+    """Unpickle an object of the type `kind` from a sender that is not trusted.
 
-    Besides plain Python objects, the frame may only have dataclasses and named tuples that occur in
-    `kind`, in `parts`, or in annotations of their fields.  So unpickling runs no code but that of
-    these classes.  The object is checked against `kind` and the annotations of its fields; a field
-    whose annotation is Any may have any value.
+    `kind` is a class or a union.  Besides plain Python objects, the frame may have only dataclasses
+    and named tuples that occur in `kind`, in `parts`, or in annotations of their fields.  So
+    unpickling runs no code but that of these classes.  The object and its fields must fit their
+    annotations; a field with the annotation Any may have any value.  Raises BadFrame for any other
+    frame.
     """
     try:
         value = _FrameUnpickler(frame, _classes_by_name(kind, *parts)).load()
@@ -103,7 +104,10 @@ def _classes_by_name(*kinds: Any) -> Mapping[tuple[str, str], type]:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Return True if a value and all its parts fit an annotation; an int fits `float` too."""
+    """Return True if a value fits the type annotation `kind`, with all its parts and fields.
+
+    An int fits `float`, too.
+    """
     origin, inner, hints = _parts_of(kind)
     if kind is Any:
         return True
@@ -125,7 +129,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a value for JSON: dataclasses and named tuples as dicts, and other tuples as lists."""
+    """Return a value in a form for JSON: dataclasses and named tuples as dicts, tuples as lists."""
     kind: Any = type(value)
     if _is_record(kind):
         return {name: to_plain(getattr(value, name)) for name in _parts_of(kind)[2]}

@@ -1,7 +1,7 @@
-"""Reads the last lines of ranks' log files, and words the lines that nbdist itself writes there.
+"""Reads the last lines of ranks' log files, and makes the lines that nbdist itself writes there.
 
-Agents write the files.  A notebook reads the files on its own machine itself, since the files
-outlive the agent; it asks agents for the files on other machines.
+Agents write the files.  A notebook reads files on its own machine without an agent, since the files
+outlive the agent.  It asks agents for the files on other machines.
 """
 
 from __future__ import annotations
@@ -140,15 +140,18 @@ def _backwards(file: Path, end: int | None) -> Iterator[tuple[int, bytes]]:
 
 
 def moved_line(earlier: Path, limit: int) -> str:
-    """Return the first line of a new log file, after a full file was renamed to `earlier`."""
+    """Return the first line of a new log file; it says that older lines were moved to `earlier`.
+
+    `limit` is the number of bytes at which a log file counts as full.
+    """
     allowed = f"NBDIST_LOG_LIMIT allows {limit >> 20} MiB"
     return f"{MOVED_NOTE}{earlier.name}, in the place of what had been moved there: {allowed}]\n"
 
 
 def renumbered_line(earlier: Path, rank: int) -> str:
-    """Return the first line of a worker's new log file, after the worker got another rank.
+    """Return the first line of the log file that a worker gets when its rank changes.
 
-    Until then the worker had this `rank`, and its log file was `earlier`.
+    The line says that until then the worker had this `rank`, and its log file was `earlier`.
     """
     return f"[nbdist: this was rank {rank} until now, and wrote to {earlier}]\n"
 

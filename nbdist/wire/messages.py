@@ -1,4 +1,4 @@
-"""The messages between a notebook and the agent or head that serves the notebook.
+"""The messages between a notebook and its agent, or its head if the world has several machines.
 
 Messages are pickles on a socket that only this user can open; both processes run the same version
 of nbdist.  The notebook sends and reads them in `nbdist.world.agent_link`, the agent or head in
@@ -104,10 +104,10 @@ class RankSecrets(NamedTuple):
 
 
 class Consult(NamedTuple):
-    """Ask an idle rank among `ranks` a front end's question; answered by that rank's answer.
+    """Pass a front end's question about typed code to an idle rank; answered by the rank's answer.
 
-    An agent asks at most two of its idle ranks, the second one only if the first does not answer
-    in time.  The answer is None if no rank is idle, or if none answers in time.
+    An agent asks an idle rank among `ranks`, and if that does not answer in time, a second idle
+    rank.  The answer is None if no rank is idle, or if none answers in time.
     """
 
     ranks: tuple[int, ...]
@@ -120,10 +120,10 @@ class Heal:
 
 
 class Scale(NamedTuple):
-    """Change the number of workers; answered by `Healed`, also if the number cannot change.
+    """Change the number of workers to that in `spec`; answered by `Healed`.
 
-    If the number changes, the ranks in `keep` become ranks 0, 1, ... in this order, and the workers
-    of all other old ranks are ended.
+    The ranks in `keep` become ranks 0, 1, ... in this order, and the workers of all other old ranks
+    are ended.  If the number cannot be changed, no rank changes, and the answer says why.
     """
 
     spec: WorldSpec
@@ -141,10 +141,10 @@ class Kill(NamedTuple):
 
 
 class SpareRanks(NamedTuple):
-    """Spare ranks that ignore Stop: the agent kills these ranks only if Stop is pressed again.
+    """Do not kill ranks that have not reacted to Stop, unless the user presses Stop again.
 
-    Answered by a tuple of the spared ranks: all of `ranks` that are alive and are not being killed
-    already.
+    Without this request the agent kills interrupted ranks that seem stuck.  Answered by a tuple of
+    the spared ranks: all of `ranks` that are alive and are not being killed already.
     """
 
     ranks: tuple[int, ...]
@@ -153,9 +153,10 @@ class SpareRanks(NamedTuple):
 class GetCode(NamedTuple):
     """Ask whether a node has the files of the archive with this digest; answered by `CodeHeld`.
 
-    The archive has the files of the notebook's folder, for workers on other machines.
-    A node that has no copy yet, and on which `landmark` is the very same file, shares the folder
-    and needs no copy.  If the node lacks the archive, the notebook sends it by `PutCode` messages.
+    The archive has the files of the notebook's folder, for workers on other machines.  A node that
+    sees the very file `landmark` at its path shares the folder with the notebook, and needs no
+    archive, unless it already has a copy of the folder.  If the node lacks the archive, the
+    notebook sends it by `PutCode` messages.
     """
 
     digest: str
@@ -197,7 +198,7 @@ RequestBody = ReadRequest | Change | GetCode | PutCode
 
 @dataclass(frozen=True, slots=True)
 class WorldStarted:
-    """All ranks are running, and share a group unless the world has no backend.
+    """The answer to `StartWorld`: all ranks run and, unless the backend is None, share a group.
 
     The mappings are by rank.  `logs` has the paths of log folders, "" for a rank without a folder.
     `missing` has sentences for the user: one for each name that nbdist needs and that the workers'
@@ -215,10 +216,10 @@ class WorldStarted:
 
 @dataclass(frozen=True, slots=True)
 class StartFailure:
-    """A rank could not start, or, if `rank` is None, an agent; all other workers have been ended.
+    """A rank could not start; if `rank` is None, an agent could not.  All workers have been ended.
 
-    `command` is the command line of the process, or "", and `last_lines` has the last lines of its
-    output; both are for the error message.
+    For the error message, `command` is the command line of the process that could not start, or "",
+    and `last_lines` has the last lines of its output.
     """
 
     rank: int | None
@@ -342,8 +343,8 @@ class AbortRanks(NamedTuple):
 class Interrupt(NamedTuple):
     """Notebook to agent: interrupt the tasks of these ranks (`nbdist.agent.interrupts`).
 
-    `number` is 1 for the first interrupt of the task.  A timeout of the task, after which the agent
-    interrupts the ranks itself, counts too if the agent has told the notebook about the timeout.
+    `number` counts the interrupts of the task, from 1 on.  If the agent has interrupted the ranks
+    because of the task's timeout, and has reported this to the notebook, that interrupt counts too.
     """
 
     ranks: tuple[int, ...]
@@ -377,9 +378,9 @@ class ToWidget(NamedTuple):
 class OpenDebugger(NamedTuple):
     """Notebook to agent: let the rank start its debugger, and connect to the debugger.
 
-    `session` is a number that the notebook has not used before.  Messages of this session that the
-    rank's debugger writes come as `FromDebugger`, and so does the end of the session.  An earlier
-    session of the rank is closed.
+    `session` is a number that the notebook has not used before.  The agent passes on what the
+    debugger writes in this session, and reports the end of the session, by `FromDebugger`.  An
+    earlier session of the rank is closed.
     """
 
     rank: int
@@ -403,8 +404,9 @@ class CloseDebuggers(NamedTuple):
 class HandoverState(NamedTuple):
     """Notebook to agent: keep these fields for the next notebook that attaches to the world.
 
-    `patience` is the `Patience` of the last task, or of the world's options.  `setup` has the
-    `--setup` cells, each with the text by which the notebook knows the cell.
+    `config` has the world's options.  `patience` has the options by which the last task was
+    supervised, or else those of the world.  `setup` has the `--setup` cells, each as a pair of the
+    text by which the notebook identifies the cell, and its task.
     """
 
     config: WorldConfig = WorldConfig()
@@ -414,7 +416,7 @@ class HandoverState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchAcknowledged:
-    """Notebook to agent: acknowledge one batch of outputs."""
+    """Notebook to agent: the notebook has read one batch of outputs (`Outputs`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +433,7 @@ class Hello(NamedTuple):
 
 
 class AttachedTask(NamedTuple):
-    """A task in `Attached` that a rank has not finished, or whose outputs wait for acknowledgement.
+    """A task that some rank has not finished, or whose outputs no notebook has acknowledged.
 
     `started` is the time when the agent received the task, on the monotonic clock, and `started_ns`
     the same time in nanoseconds since 1970.  `ended` has, for each rank that has finished the task,
@@ -483,7 +485,10 @@ class AgentReply(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """Agent to notebook: how many workers have started; a head adds a `text` about its machines."""
+    """Agent to notebook, during `StartWorld`: `up` workers have started their kernels so far.
+
+    A head adds a `text` about its machines.
+    """
 
     up: int
     text: str = ""
@@ -498,11 +503,11 @@ class Located:
 
 
 class FromDebugger(NamedTuple):
-    """Agent to notebook: a message that the debugger of a rank has written.
+    """Agent to notebook: a message that the debugger of a rank has written, or a session's end.
 
-    `is_stopped` is True while a thread of the rank stands at a breakpoint or after a step.
-    `text` is "" if the session has ended.  Then `problem` says why the session could not begin, or
-    is "" if the session had begun.
+    `is_stopped` is True while a thread of the rank stands at a breakpoint or after a step.  If
+    `text` is "", the session has ended; then `problem` says why the session could not begin, and is
+    "" if it had begun.
     """
 
     rank: int
@@ -539,9 +544,9 @@ class UnresponsiveHosts:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """Agent to notebook: because of Stop, the agent aborts the collectives in which ranks wait.
+    """Agent to notebook: after a Stop, the agent aborts the collectives in which some ranks wait.
 
-    `places` has the places of these ranks.
+    `places` says by rank where these ranks are in their code.
     """
 
     places: Mapping[int, RankPosition]

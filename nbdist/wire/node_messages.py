@@ -1,8 +1,8 @@
-"""The messages between the head of a world and its agents, besides those of `nbdist.wire.messages`.
+"""Further messages between the head of a world on several machines and the agents of its machines.
 
-An agent serves the head as an agent on a single machine serves its notebook.  The messages here are
-about what several machines must agree on.  On a single machine `nbdist.agent.group_formation` sends
-its requests within the agent.
+The head sends its agents the messages of `nbdist.wire.messages`, as a notebook sends them to the
+agent of a single machine.  The messages here are about what several machines must agree on.  For a
+world on a single machine, the agent makes and answers the requests to form a group itself.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Processes = Mapping[int, tuple[int, int]]
 
 
 class LiveRanks(NamedTuple):
-    """The live ranks of a machine, each with its groups, or None if the rank did not answer.
+    """The answer to `GetHeld`: the live ranks of a machine, each with its groups.
 
-    `problem` says why the machine did not answer, or is "".  The ranks of a machine that did not
-    answer may be alive.
+    The groups of a rank that did not answer are None.  If the machine itself did not answer,
+    `problem` says why, and its ranks may still be alive; otherwise `problem` is "".
     """
 
     ranks: Mapping[int, HeldGroups | None]
@@ -44,7 +44,7 @@ class LiveRanks(NamedTuple):
 
 
 class Formed(NamedTuple):
-    """A machine's ranks after a `Form`: process ids and log folders by rank, and the live ranks.
+    """The answer to `Form`: a machine's process ids and log folders by rank, and its live ranks.
 
     `problem` says why the ranks of the machine did not form the group, "" if they formed the group.
     """
@@ -100,10 +100,10 @@ R = TypeVar("R")
 
 
 class PartRequest(Generic[R]):
-    """A request to the agent of one machine of a world; answered by an `R`.
+    """A request to the agent of one machine of a world; answered by an object of the type `R`.
 
-    If the head has lost the machine, or has waited for `timeout` seconds, the answer is the result
-    of `lost_answer`.
+    If the head has lost the machine, or has waited for `timeout` seconds, the head uses the result
+    of `lost_answer` in place of an answer.
     """
 
     __slots__ = ()
@@ -114,9 +114,9 @@ class PartRequest(Generic[R]):
         return PART_TIMEOUT
 
     def lost_answer(self, why: str) -> R:
-        """Return the answer for a machine that cannot answer.
+        """Return what the head uses in place of an answer if the machine is lost or too slow.
 
-        `why` says that the machine is lost, or was too slow. The machine's workers may be alive.
+        `why` is a text that says so. The machine's workers may still be alive.
         """
         return None  # type: ignore[return-value]
 
@@ -241,9 +241,9 @@ class Form(PartRequest[Formed]):
 
 @dataclass(frozen=True, slots=True)
 class CallOff(PartRequest[None]):
-    """Stop forming this generation of the group, so that no rank goes on waiting for other ranks.
+    """Call off a `StartPart` or `Form` that is in progress, so that its ranks wait no longer.
 
-    Sent while the `StartPart` or `Form` is still in progress.
+    `generation` counts how often the world's group was formed; the ranks stop forming this one.
     """
 
     generation: int
@@ -292,9 +292,10 @@ class CopySegments(PartRequest[str]):
 
 
 class InterruptAt(NamedTuple):
-    """Head to agent: stop the tasks of these ranks when `step` begins, or at once if `step` is 0.
+    """Head to agent: interrupt the tasks of these ranks when the optimizer step `step` begins.
 
-    Ranks that do not reach the step within `seconds` are interrupted wherever they are.
+    If `step` is 0, interrupt them at once.  Ranks that do not reach the step within `seconds` are
+    interrupted wherever they are.
     """
 
     ranks: tuple[int, ...]
@@ -305,8 +306,9 @@ class InterruptAt(NamedTuple):
 class Observed(NamedTuple):
     """Agent to head: a rank has finished, failed, died or asked for input in a task.
 
-    The head needs this at once, to supervise the task.  The output itself waits in the agent while
-    the notebook does not acknowledge earlier outputs.  The `output` here lacks its large fields.
+    The head needs this at once, to supervise the task, whereas the output itself may have to wait
+    in the agent until the notebook has acknowledged earlier outputs.  `output` is a copy of that
+    output without its large fields.
     """
 
     rank: int
@@ -320,7 +322,10 @@ NodeUp = Up | NodeHello | AgentRequest[Operation] | Fetch | SegmentPiece | Obser
 
 
 def node_frames(message: NodeDown | NodeUp) -> list[bytes | memoryview]:
-    """Pack a message; the data of a `SegmentPiece` becomes a second frame, and is not copied."""
+    """Return a message as a list of one frame; for a `SegmentPiece` add its data as a second frame.
+
+    The data is not copied.
+    """
     if isinstance(message, SegmentPiece):
         return [pack(message._replace(data=b"")), message.data]
     return [pack(message)]

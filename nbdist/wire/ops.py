@@ -1,4 +1,4 @@
-"""The values that ops return: made by `nbdist.worker.ops` and `nbdist.tools` for the notebook."""
+"""The values that ops, functions of nbdist that run on the ranks, return to the notebook."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from nbdist.words import count
 
 
 class Cleaned(NamedTuple):
-    """A worker's bytes before and after it released unused memory.
+    """A worker's memory in bytes, as pairs: before and after the worker released unused memory.
 
-    `memory` is PSS, `on_gpu` the memory of tensors, and `held_on_gpu` all memory that torch has
-    reserved, its cache included.  Without a GPU the last two are 0.
+    `memory` is PSS: a page that n processes share counts as 1/n.  `on_gpu` is the memory of
+    tensors, and `held_on_gpu` all memory that torch has reserved, its cache included.  Without a
+    GPU the last two are 0.
     """
 
     memory: tuple[int, int]
@@ -52,8 +53,7 @@ class NameMemory:
 class Peak(NamedTuple):
     """The most bytes that were in use at a time while the last cell ran.
 
-    If `is_bound` is True, the cell may have used fewer bytes, because `size` was perhaps reached
-    before the cell ran.
+    If `is_bound` is True, `size` is only an upper bound: it may have been reached before the cell.
     """
 
     size: int
@@ -119,7 +119,7 @@ class RankTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TracePart:
-    """A rank's part of a profile; if the part is too large to return, only the `problem` is set.
+    """A rank's part of a profile by torch's profiler; only `problem` is set if it is too large.
 
     `events` has the first `count` events as JSON, separated by commas and compressed.  `size` is
     the number of bytes before compression, and `dropped` the number of events that were left out.
@@ -133,7 +133,7 @@ class TracePart:
 
 
 class Spread(NamedTuple):
-    """A DTensor inside a value; each of `ranks` has only a part of the tensor.
+    """A DTensor inside a value that the notebook has requested; each of `ranks` has a part of it.
 
     `what` describes the tensor: shape, dtype and placements.
     """
@@ -169,10 +169,11 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """A rank's answer to the question which of the sent objects the rank has changed.
+    """A rank's answer to the question which of the notebook's objects the rank has changed.
 
-    `names` describes the rank's values of the variables that the notebook asked about.  `gone` has
-    the keys of objects that no longer exist on the rank.
+    `changed` has the changed parts by the key of the object.  `names` describes the rank's values
+    of the variables that the notebook asked about.  `gone` has the keys of objects that no longer
+    exist on the rank.
     """
 
     changed: Changed = field(default_factory=dict)
@@ -181,12 +182,12 @@ class Inspected:
 
 
 class Brought(NamedTuple):
-    """A rank's values of some expressions, pickled together in `packed`.
+    """A rank's values of some expressions, pickled together in `packed`, or why there are none.
 
-    `packed` is None if the value of the expression `of` cannot be sent.  Then `missing` is an
-    undefined name in the expression, or `problem` is another reason.  `packed` is also None if the
-    values have DTensors, which are listed in `spread`: the ranks must first put the parts of these
-    DTensors together.
+    If the value of the expression `of` cannot be sent, `packed` is None, and `missing` is an
+    undefined name in the expression, or `problem` says another reason.  If the values have
+    DTensors, `packed` is None, too, and `spread` lists the DTensors: the ranks must first put the
+    parts of each together.
     """
 
     of: str = ""
@@ -213,9 +214,10 @@ class ValueDigest:
 
 
 class Looked(NamedTuple):
-    """The digests of the parts of a rank's value, by path; or why the value has no digests.
+    """The digests of the parts of a rank's value, by the path of the part, for comparing ranks.
 
-    `missing` is an undefined name in the expression, and `problem` any other reason.
+    If the value has no digests, `missing` is an undefined name in the expression, or `problem` says
+    another reason.
     """
 
     parts: Mapping[str, ValueDigest] = NO_VALUES
@@ -224,10 +226,10 @@ class Looked(NamedTuple):
 
 
 class Distance(NamedTuple):
-    """How two tensors differ: the number of `differing` elements, and their largest distance.
+    """How two tensors differ: the number of `differing` elements, and how far they are apart.
 
-    `odd` is the number of differing elements whose distance is NaN or infinite; `most` is the
-    largest distance of all other elements.
+    `most` is the largest finite distance between two elements.  `odd` is the number of differing
+    elements whose distance is NaN or infinite.
     """
 
     most: float
@@ -236,7 +238,7 @@ class Distance(NamedTuple):
 
 
 class Input(NamedTuple):
-    """The digest and the shapes of a watched module's input, in a forward of a training step."""
+    """The digest and shapes of the input of a module that `--watch` observes, in one forward."""
 
     step: int
     digest: int
@@ -244,7 +246,9 @@ class Input(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Facts on a rank after a step; they may differ between ranks earlier than parameters do.
+    """Facts on a rank after a step of a watched cell, by which causes of a difference are found.
+
+    They may differ between ranks earlier than parameters do.
 
     `generators` has digests of random states, `ran` the modules whose forward ran in the step.
     `collectives` is the number of gloo's collectives that the rank has begun so far.
@@ -279,7 +283,7 @@ class Watched(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A device mesh in a snapshot; `ranks` lists the ranks of the flattened mesh."""
+    """A torch device mesh as a snapshot describes it; `ranks` has its ranks as a flat list."""
 
     device: str
     shape: tuple[int, ...]
@@ -312,7 +316,7 @@ class Mesh:
 
 
 class Written(NamedTuple):
-    """A rank's file of a snapshot, or the `problem` that prevented it.
+    """The result of writing a rank's file of a snapshot, or the `problem` that prevented it.
 
     The file has the variables `names`, and small values that functions in them use (`also`).
     `left_out` has, by name, the reasons why variables are not in the file.  `versions` has the

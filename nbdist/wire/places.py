@@ -105,10 +105,10 @@ class RankPosition:
 def find_mismatch(
     places: Mapping[int, RankPosition], kind: Callable[[Begun], Hashable]
 ) -> Mapping[int, Begun]:
-    """Return, by rank, the first collective for which `kind` differs between the ranks.
+    """Return, by rank, the first collective for which the ranks differ; empty if they never do.
 
-    Collectives with the same number in the same group are compared.  The result is empty if `kind`
-    differs for none.
+    Collectives with the same number in the same group are compared: they differ if `kind`, called
+    with each rank's collective, returns different values.
     """
     begun: defaultdict[tuple[int, str], dict[int, Begun]] = defaultdict(dict)
     for rank, place in places.items():
@@ -119,25 +119,28 @@ def find_mismatch(
 
 
 def is_call_mismatch(places: Mapping[int, RankPosition]) -> bool:
-    """Return True if ranks have begun different operations as the same collective of a group.
+    """Return True if ranks wait in vain because they have called different operations.
 
-    Returns False if no rank waits in the first such collective, because the ranks may go on then.
+    The operations have the same number in the same group, for example an `all_reduce` of one rank
+    and a `broadcast` of another.  Returns False if no rank waits in the first such pair, because
+    then the ranks may still go on.
     """
     begun = find_mismatch(places, lambda each: each.name)
     return any(not each.is_done and places[rank].operation for rank, each in begun.items())
 
 
 def is_tensor_mismatch(places: Mapping[int, RankPosition]) -> bool:
-    """Return True if the first collective that differs between ranks is the same operation on all.
+    """Return True if ranks have called the same operation with tensors that do not match.
 
-    The collective's tensors then differ in their numbers of elements or in their dtypes.
+    The tensors differ in their numbers of elements or in their dtypes.  Only the first collective
+    that differs between the ranks is examined.
     """
     begun = find_mismatch(places, tensors_of)
     return len({each.name for each in begun.values()}) == 1
 
 
 def tensors_of(each: Begun) -> Hashable:
-    """Return the properties of a collective that must be equal on all of its ranks."""
+    """Return the properties of a collective that must be equal on all ranks that take part."""
     return each.name, each.elements, each.dtypes
 
 
@@ -169,9 +172,9 @@ class StackFrame:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The calls of a rank's main thread, the cell's first and the innermost last.
+    """The function calls on the stack of a rank's main thread, from the cell's to the innermost.
 
-    `problem` says why there are no calls to show, if `state` and `place` do not show the reason.
+    If there are no calls to show, and `state` and `place` do not show why, `problem` says why.
     """
 
     rank: int

@@ -141,7 +141,7 @@ class Inspection:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The notebook that asked is attached to the world now; `agent` and `guard` are process ids."""
+    """The answer to `Attach`: the notebook has the world now; the fields are process ids."""
 
     agent: int
     guard: int
@@ -149,7 +149,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class AttachRefused:
-    """The notebook cannot attach to the world; the error to the user ends with the reason `why`."""
+    """The answer to `Attach` if the notebook cannot have the world; `why` is for the user."""
 
     why: str
 
@@ -178,7 +178,7 @@ _MESSAGE_TYPES = {name: each for each, name in _MESSAGE_NAMES.items()}
 
 
 def to_line(message: QueryMessage) -> bytes:
-    """Return a question or answer as one line of JSON."""
+    """Return a question or answer as a line of JSON, for `from_line` in another process."""
     return json.dumps({_MESSAGE_NAMES[type(message)]: to_plain(message)}).encode() + b"\n"
 
 

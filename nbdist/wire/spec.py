@@ -37,9 +37,10 @@ class Difference(NamedTuple):
 
     @property
     def why(self) -> str:
-        """A text for error messages that says why the versions must match.
+        """A text for error messages that says that the versions must match.
 
-        A process can crash when it calls a function that another version of Python has pickled.
+        They must because a function that was pickled by another version of Python can crash the
+        process that calls it.
         """
         return f"functions and values go to the same minor version of {self.what} only"
 
@@ -73,9 +74,10 @@ LAST_LINE_SAYS = 78
 
 
 class TorchStore(NamedTuple):
-    """A rendezvous of torch, whose store the ranks use in place of nbdist's (`--rdzv-backend`).
+    """A rendezvous of torch through which the ranks find each other (`--rdzv-backend`).
 
-    `name` is unique to the world, so that worlds can share an endpoint.
+    The ranks use its store in place of nbdist's own.  `name` is unique to the world, so that worlds
+    can share an endpoint.
     """
 
     backend: str
@@ -263,9 +265,9 @@ if a cable is out for 1.5 s.  The timeout must be longer, or such a machine woul
 """
 
 AGENTS_WAIT = 4
-"""How many link timeouts an agent waits for a silent head before it gives up and ends its workers.
+"""An agent that hears nothing of its head ends its workers after this many link timeouts.
 
-Because an agent waits this long, no variables are lost if a head was stopped for some seconds.
+It waits so long in order to lose no variables if the head was only stopped for some seconds.
 """
 
 
@@ -353,10 +355,11 @@ MULTI_RANK_NCCL = (2, 30)
 
 
 def check_nvls(backend: str, environ: Mapping[str, str], *, shared: bool) -> str:
-    """Return a warning about NCCL_NVLS_ENABLE, or "" if it is 0 or not set, or without nccl.
+    """Return a warning for the user about the value of NCCL_NVLS_ENABLE in `environ`.
 
-    `shared` is True if ranks share a GPU or have slices of one.  NCCL would refuse to connect such
-    ranks with NCCL_NVLS_ENABLE=1, so this raises UsageError.
+    Return "" if the variable is 0 or not set, or if the backend does not use nccl.  `shared` is
+    True if ranks share a GPU or have slices of one.  Raises UsageError if it is True and the
+    variable is 1, because NCCL would refuse to connect such ranks.
     """
     value = environ.get("NCCL_NVLS_ENABLE", "0")
     if value == "0" or not uses_nccl(backend):
@@ -375,13 +378,13 @@ def check_nvls(backend: str, environ: Mapping[str, str], *, shared: bool) -> str
 def sharing_variables(
     rank: int, version: tuple[int, ...], environ: Mapping[str, str], *, slices: bool = False
 ) -> Mapping[str, str]:
-    """Return the variables with which NCCL of this version accepts several ranks on one GPU.
+    """Return the environment variables with which NCCL accepts several ranks on one GPU.
 
-    The variables must be set before NCCL is first used.  NCCL up to 2.31 treats MIG `slices` of a
-    GPU as the same GPU, too.  Versions before `MULTI_RANK_NCCL` refuse two ranks that have
-    the same host id and the same GPU, so each rank gets its own NCCL_HOSTID, and the ranks connect
-    by sockets of the loopback interface.  Values that the user has set stay, except that the rank
-    is appended to NCCL_HOSTID.
+    The variables must be set before NCCL is first used.  With `slices`, the ranks have MIG slices
+    of the GPU, which NCCL up to 2.31 treats as the same GPU, too.  A `version` before
+    `MULTI_RANK_NCCL` refuses two ranks that have the same host id and the same GPU.  So each rank
+    gets its own NCCL_HOSTID, and the ranks connect by sockets of the loopback interface.  Values
+    that the user has set in `environ` stay, except that the rank is appended to NCCL_HOSTID.
     """
     # NVLS reduces in the switch between GPUs; NCCL refuses NVLS for ranks that share a GPU.
     defaults = {"NCCL_NVLS_ENABLE": "0"}

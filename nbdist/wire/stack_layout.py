@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 MAX_OFFSET = 4096
-"""Offsets from this number on are refused, because a cell can have changed the layout's file."""
+"""Larger or equal offsets are refused: user code can have changed the file with the layout."""
 
 
 class CallLayout(NamedTuple):

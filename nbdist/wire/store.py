@@ -1,8 +1,8 @@
-"""The store for a world on several machines: its operations, and the store itself.
+"""The store through which the ranks of several machines find each other, and its operations.
 
-The head has the `HostedStore`.  A worker sends each `Operation` to its agent's socket in the
-runtime folder; the agent checks the operation and asks the head.  The worker checks the
-`StoreReply`.  A world on a single machine has a `FileStore` of torch in place of this store.
+The head has the store itself (`HostedStore`).  A worker sends each `Operation` to its agent's
+socket in the runtime folder.  The agent checks the operation and asks the head, and the worker
+checks the `StoreReply`.  A world on a single machine uses a `FileStore` of torch instead.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ class Set(NamedTuple):
 
 
 class Get(NamedTuple):
-    """Wait until all keys exist, at most `seconds` seconds; answered by their values or by None."""
+    """Wait until all keys exist, at most `seconds` seconds; answered by their values.
+
+    Answered by None if a key is still missing then.
+    """
 
     keys: tuple[str, ...]
     seconds: float
 
 
 class Wait(NamedTuple):
-    """Wait until all keys exist, at most `seconds` seconds; answered by True if all exist."""
+    """Wait until all keys exist, at most `seconds` seconds; answered by whether all exist."""
 
     keys: tuple[str, ...]
     seconds: float = 0.0
@@ -53,9 +56,10 @@ class Add(NamedTuple):
 
 
 class CompareSet(NamedTuple):
-    """Replace the value by `desired` if the value is `expected`; a missing key counts as b"".
+    """Set the key's value to `desired` if its value is `expected`; a missing key counts as b"".
 
-    Answered by the value that the key has afterwards, or by `expected` if the key is missing.
+    Answered by the value that the key has afterwards.  If there is still no such key, answered by
+    `expected`, as in torch.
     """
 
     key: str
@@ -162,12 +166,12 @@ class HostedStore:
         return None
 
     def begin_world(self) -> None:
-        """Delete all keys and forget all waits, because the previous world's ranks have ended."""
+        """Delete all keys and forget all waits; called before the ranks of a new world start."""
         self._values.clear()
         self._waits.clear()
 
     async def _wait_for(self, keys: tuple[str, ...], seconds: float) -> _Values | None:
-        """Wait until all keys exist; return their values, or None if `seconds` are over before."""
+        """Wait until all keys exist; return their values, or None if this takes over `seconds`."""
         if (values := self._found(keys)) is not None or not seconds:
             return values
         wait: asyncio.Future[_Values] = asyncio.get_running_loop().create_future()

@@ -61,12 +61,12 @@ class FrameKind(Enum):
 class Mismatch(Exception):
     """The other end has read more messages than this end has sent.
 
-    This end has given up the link, and counts messages from 0 again.
+    So this end must have given up the link before, and has begun to count messages from 0 again.
     """
 
 
 class Numbered:
-    """Numbers sent messages, and checks the numbers of received messages, at one end of a link.
+    """One end of a link: numbers the messages that it sends, and checks the numbers it receives.
 
     A sent message is kept until the other end has acknowledged it.
     """
@@ -79,7 +79,7 @@ class Numbered:
 
     @property
     def has_read(self) -> bool:
-        """Whether this end has read a message that it has not acknowledged by a header yet."""
+        """Whether this end has read a message that no header of its own has acknowledged yet."""
         return self._acknowledged < self._last_read
 
     def message(self, frames: Sequence[Frame]) -> list[Frame]:
@@ -101,8 +101,9 @@ class Numbered:
     def read_header(self, header: bytes) -> FrameKind | None:
         """Read the header of a transmission, and drop the kept messages that it acknowledges.
 
-        Returns the kind, or None for a message to ignore, whose number is not the next.  Raises
-        Mismatch, and BadFrame for an unreadable header; both leave the state as it was.
+        Returns the kind of the transmission.  Returns None for a message that the caller must
+        ignore, because its number is not the next one.  Raises BadFrame for an unreadable header,
+        and Mismatch; both leave the state as it was.
         """
         try:
             sign, number, read = HEADER.unpack(header)
@@ -167,8 +168,8 @@ def piece_of(fetch: Fetch) -> SegmentPiece:
 class _Coming:
     """An incomplete copy of a segment, of which the first `requested` bytes were requested.
 
-    The future `end` gets "" when the copy is complete or was dropped, or when the segment is gone.
-    It gets the reason if the copy cannot be filled.
+    The result of the future `end` is a text: "" once the copy is complete or was dropped, or the
+    segment is gone, and the reason if the copy cannot be filled.
     """
 
     ref: SegmentRef
@@ -198,10 +199,9 @@ class Receiving:
         return f"<Receiving {len(self._coming)} segments, {pieces}, has {len(self._segments)}>"
 
     async def copy_segments(self, refs: Iterable[SegmentRef]) -> str:
-        """Copy segments to this process; return "", or why there is no memory for a segment.
+        """Copy segments to this process; return "" at the end, or why memory does not suffice.
 
-        The method also returns "" if a segment is gone or was dropped meanwhile; then `places` does
-        not have the segment.
+        A segment that is gone, or that was dropped meanwhile, is no error: `places` then lacks it.
         """
         futures = []
         for ref in refs:

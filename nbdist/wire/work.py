@@ -93,7 +93,10 @@ class Surroundings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Which attempt of a task this is, from 0 on, and the most restarts (`--max-restarts`)."""
+    """Which attempt of a task this is: `number`, from 0 on.
+
+    `most` is how often the task may be sent again after a failure (`--max-restarts`).
+    """
 
     number: int = 0
     most: int = 0
@@ -179,11 +182,11 @@ def task_from(frame: bytes) -> Task:
 
 
 class InputReply(NamedTuple):
-    """The reply to the `InputRequest`, `CatchUp` or `ItemsWanted` with this number.
+    """Agent to worker: the reply to the `InputRequest`, `CatchUp` or `ItemsWanted` of this number.
 
-    `text` is the typed line, or None for the end of input; `problem` says why nobody can type.  The
-    reply to `ItemsWanted` has the next `items` of `World.map`, as pairs of index and payload; its
-    `text` is "", or None if the rank gets no further items.
+    For an `InputRequest`, `text` is the typed line, or None for the end of input, and `problem`
+    says why nobody can type.  For `ItemsWanted`, `items` has the next items of `World.map` as pairs
+    of index and payload, and `text` is "", or None if the rank gets no further items.
     """
 
     number: int
@@ -194,15 +197,15 @@ class InputReply(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SigintSent:
-    """Agent to worker: the agent has sent the worker a SIGINT before this message.
+    """Agent to worker: before this message, the agent has sent the worker a SIGINT.
 
-    The SIGINT is for a task that was sent to the worker before.  If the worker has finished that
-    task, it drops the SIGINT, so that the SIGINT does not interrupt a later task.
+    The SIGINT is for the last task that was sent before this message.  If the worker has already
+    finished that task, it drops the SIGINT, which would otherwise interrupt a later task.
     """
 
 
 def failure_in_words(name: str, message: str) -> Failure:
-    """Return a `Failure` whose traceback is only the error's line, for errors outside of a cell."""
+    """Return a `Failure` whose traceback is a single line, for an error without calls to show."""
     return Failure(name, message, (error_line(name, message),), time.time_ns())
 
 
@@ -223,9 +226,10 @@ class Finished(NamedTuple):
 
 
 class CatchUp(NamedTuple):
-    """Worker to agent: send an `InputReply` once you have read all output before the mark `number`.
+    """Worker to agent: the worker waits until the agent has read all output before a mark.
 
-    The worker waits for the reply.  After the reply, none of its earlier output is in a pipe.
+    `number` is the number in the mark.  The agent answers by an `InputReply`; by then none of the
+    worker's earlier output is left in a pipe.
     """
 
     number: int
