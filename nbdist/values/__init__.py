@@ -1,1 +1,1 @@
-"""Pickles values for other processes, and finds and applies changes of objects that they share."""
+"""Pickles values for other processes, and finds changes of objects that they have in common."""

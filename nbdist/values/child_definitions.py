@@ -22,10 +22,10 @@ import cloudpickle.cloudpickle as by_value
 from nbdist.values.definitions import REFERENCE_LENGTH, class_attributes, set_annotations
 
 script_names: set[str] = set()
-"""Names that a running script binds.  A spawned child imports the script and so has them, too."""
+"""The names that the running script binds.  A spawned child has them too: it imports the script."""
 
 _marks: weakref.WeakKeyDictionary[types.FunctionType, str] = weakref.WeakKeyDictionary()
-"""The mark of each function, a text that identifies the function in this worker's processes.
+"""The mark of each function: a text by which the worker and its children identify the function.
 
 The mark of a class is cloudpickle's tracker id."""
 
@@ -36,10 +36,10 @@ _marked: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 def share_definitions_with_children() -> None:
     """Let this process and its multiprocessing children exchange functions and classes of cells.
 
-    A spawned child cannot import a worker's `__main__`, so definitions are pickled by value.  A
-    forked child that is sent a definition uses the one that it has inherited, and the worker uses
-    its own definition if a child sends it back.  Copies would have other globals, and instances
-    would fail `isinstance`.
+    A spawned child cannot import a worker's `__main__`, so a function or class of `__main__` is
+    pickled by value.  A receiver that already has it makes no copy: a forked child has inherited
+    it, and the worker has it if a child sends it back.  A copy would have other globals, and
+    instances of a copied class would fail `isinstance`.
     """
     _pickle_by_value()
     # A spawned child imports the parent's script as `__mp_main__`, and sends that name in pickles.
@@ -86,9 +86,10 @@ def _is_definition(value: Any) -> bool:
 
 
 def _is_found_by_name(value: Any) -> bool:
-    """Return True if pickle may send only the name, because the receiver has the definition.
+    """Return True if pickle may send a function or class by its name.
 
-    This holds for a definition that a child sends to its parent, and for names of a script.
+    The receiver has it under that name if a child sends it to its parent, or if it is of a script,
+    which each child imports.
     """
     first, *others = value.__qualname__.split(".")
     is_sent_to_parent = parent_process() is not None and get_spawning_popen() is None
@@ -111,7 +112,10 @@ def _mark(value: Any) -> str:
 
 
 def _mark_all(kind: type | None = None) -> None:
-    """Mark each function and class that `__main__`, or the class `kind`, has under its own name."""
+    """Give marks to the functions and classes in `__main__`, or in the class `kind`.
+
+    Only those are marked whose names there are their own names.
+    """
     names = vars(kind) if kind else sys.modules["__main__"].__dict__
     prefix = f"{kind.__qualname__}." if kind else ""
     for name, value in [*names.items()]:

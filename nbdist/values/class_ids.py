@@ -1,4 +1,4 @@
-"""Gives a class that several ranks have defined by the same cell the same id on all ranks.
+"""Gives a class the same id on all ranks if they have defined it by the same cell.
 
 So the notebook gets a single class if it gathers instances of the class from several ranks.  Runs
 in workers, whose kernels call `name_classes` after a task.
@@ -24,8 +24,8 @@ def name_classes(names: Mapping[str, Any], task_id: str) -> None:
 
     A receiver of pickles recognizes a class by its id.  `names` has the variables that the task
     has bound.  A class that already has an id, because it came from the notebook or was pickled
-    before, keeps that id.  If the code or plain values of a class differ between ranks, so do its
-    ids; of a very big class, only the values in `_outline` count.
+    before, keeps that id.  If the code or plain values of a class differ between ranks, its ids
+    differ, too; of a very big class, only the first 10,000 values are compared.
     """
     for name, kind in _classes_in(names, ""):
         if kind in by_value._DYNAMIC_CLASS_TRACKER_BY_CLASS:
@@ -53,9 +53,10 @@ def _classes_in(names: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, ty
 
 
 def _outline(kind: type) -> Any:
-    """Return a class's code and plain values as data that has the same `repr` in all processes.
+    """Return a class's code and plain values as tuples, lists and texts.
 
-    At most `_LARGEST_OUTLINE` values are read.
+    For equal classes, the `repr` of the result is the same in all processes.  At most
+    `_LARGEST_OUTLINE` values are read.
     """
     remaining = _LARGEST_OUTLINE
 

@@ -21,15 +21,15 @@ _UNPAIRED = object()
 def copy_into(
     variables: Mapping[str, tuple[Any, Any]], others: Iterable[tuple[Any, Any]], *tops: Any
 ) -> tuple[dict[int, Any], set[str]]:
-    """Copy the new object of each pair (old, new) into the old one, in place, with their parts.
+    """Copy new values into old values in place, part by part, so that the old objects stay in use.
 
-    `variables` has the pair of each variable by its name, `others` has further pairs.  In the new
-    values `tops`, each new object that was copied is replaced by its old object.
+    `variables` has by name the pair (old value, new value) of each variable; `others` has further
+    pairs.  In the values `tops`, each new object that was copied is replaced by its old object.
 
-    Return by the id of each new object the object that is used in its place.  Also return the names
-    of variables that could not be changed in place, for example because a tensor has another shape.
-    Nothing is copied for such a variable, nor for a variable that shares a tensor or module with
-    it, whose name is returned too.
+    Return two results.  The first has, by the id of each new object, the object that is used in its
+    place.  The second has the names of variables whose old values were not changed, because this
+    is impossible, for example because a tensor has another shape, or because the variable shares a
+    tensor or module with such a variable.
     """
     failed, kept = set[str](), set[int]()
     while True:
@@ -58,12 +58,12 @@ class _Copying:
         self._torch: Any = sys.modules.get("torch")
 
     def match(self, old: Any, new: Any, *, is_top: bool = False) -> bool:
-        """Pair two objects and their parts, for `copy`; return False if this is impossible.
+        """Pair an old and a new object, and their parts, for `copy`; return True on success.
 
-        It is impossible if a tensor or module would have to be replaced instead of changed, or if
-        `new` is paired with another object already.  If other parts cannot be paired, such as a
-        list and a tuple, the new part is used later.  With `is_top` return False also if `old` and
-        `new` themselves cannot be paired.
+        Return False if a tensor or module cannot be changed in place, or if `new` is paired with
+        another object already.  Any other two parts that do not fit, such as a list and a tuple,
+        are no failure: `copy` will put the new part into the old object.  With `is_top`, return
+        False also if `old` and `new` themselves do not fit.
         """
         if type(new) in ATOMIC:
             return not is_top
@@ -199,9 +199,9 @@ class _Copying:
                 vars(old).update(attributes)
 
     def _substitute(self, value: Any) -> Any:
-        """Return the old partner of a new object; without a partner return the object itself.
+        """Return the old object with which a new object is paired, or the new object itself.
 
-        In an object without a partner, parts that have partners are replaced by them.
+        In a new object that is not paired, parts that are paired are replaced by their old objects.
         """
         partner = self.instead.get(id(value), _UNPAIRED)
         if partner is not _UNPAIRED:

@@ -63,9 +63,9 @@ _OF_ANNOTATIONS = {"__annotate__", "__annotate_func__", "__annotations_cache__"}
 
 
 def details_of(function: types.FunctionType) -> dict[str, Any]:
-    """Return a function's defaults, annotations and other details, by attribute name.
+    """Return a function's defaults, annotations and other special attributes, by their names.
 
-    A detail may refer to the function itself, so details are set after the function is made.
+    They may refer to the function itself, so the receiver sets them after it has made the function.
     """
     details = {name: getattr(function, name) for name in DETAILS if hasattr(function, name)}
     return {**details, "__annotations__": annotations_of(function)}
@@ -105,7 +105,7 @@ def class_attributes(state: Any) -> dict[str, Any]:
 
 
 class MadeBy:
-    """Stands in a pickle for the value that `make(*args)` returns in the receiver."""
+    """An object that is pickled in place of a value; the receiver calls `make(*args)` for it."""
 
     def __init__(self, make: Callable[..., Any], *args: Any) -> None:
         self.reduced = make, args
@@ -115,9 +115,9 @@ class MadeBy:
 
 
 class Variable:
-    """Stands in a pickle for a variable that closures capture (Python's `cell` object).
+    """Is pickled in place of a variable that closures capture, a `cell` object of Python.
 
-    Closures that share a variable here have the same stand-in, and so share it in the receiver.
+    Closures that share a variable here have the same `Variable`, and so share one in the receiver.
     """
 
     def __init__(self, cell: types.CellType) -> None:
@@ -136,7 +136,7 @@ class Variable:
 
 
 class Import(MadeBy):
-    """Stands in a pickle for a module, with submodules that the receiver must import too."""
+    """Is pickled in place of a module that the receiver imports, together with these submodules."""
 
     def __init__(self, module: types.ModuleType, submodules: frozenset[str]) -> None:
         super().__init__(with_submodules, module, *sorted(submodules))
@@ -155,7 +155,10 @@ def require_importable(module: types.ModuleType) -> str:
 
 
 def global_names(code: types.CodeType) -> frozenset[str]:
-    """Return the global names that a function's code, and code inside it, reads or deletes."""
+    """Return the global names that a function's code reads or deletes.
+
+    The code of functions and classes inside of the function counts, too.
+    """
     if (cached := _names_of_code.get(code)) is not None:
         return cached
     used, stored = set(), {"__name__"}
@@ -205,9 +208,9 @@ def imported_submodules(
 def pop_slots(kind: type, state: dict[str, Any]) -> tuple[str, ...] | None:
     """Return the slots that a class itself defines; None if the class has no `__slots__`.
 
-    Also None for a `NamedTuple`, whose class is always made with empty slots.  The descriptors that
-    Python made for the slots are removed from `state`: they cannot be pickled, and Python makes
-    them again when the receiver makes the class.
+    None also for a `NamedTuple`, whose class is always made with empty slots.  Remove from `state`,
+    the class's attributes to be pickled, the descriptors that Python made for the slots: they
+    cannot be pickled, and Python makes them again when the receiver makes the class.
     """
     if "__slots__" not in kind.__dict__ or NamedTuple in kind.__dict__.get("__orig_bases__", ()):
         return None
@@ -224,7 +227,7 @@ _OF_MEMBERS = {"_value_", "_name_", "__objclass__", "_sort_order_"}
 
 
 def member_attributes(kind: type[enum.Enum]) -> list[tuple[str, dict[str, Any]]]:
-    """Return a list of (name, attributes): the members of an Enum with attributes of the user."""
+    """Return (name, attributes) for each member of an Enum on which the user has set attributes."""
     members = (
         (name, {key: value for key, value in vars(member).items() if key not in _OF_MEMBERS})
         for name, member in kind.__members__.items()
@@ -241,14 +244,17 @@ DISPATCHER = {
 
 
 def parts_of_dispatcher(function: Any) -> tuple[Any, dict[type, Any], dict[str, Any]]:
-    """Return a `singledispatch` function's default, its registry, and its further attributes."""
+    """Return the parts of a `singledispatch` function from which the receiver makes it again.
+
+    They are its default implementation, all implementations by type, and attributes of the user.
+    """
     standard = vars(functools.singledispatch(len))
     attributes = {name: value for name, value in vars(function).items() if name not in standard}
     return function.registry[object], dict(function.registry), attributes
 
 
 def is_importable(value: Any) -> bool:
-    """Return True if an object's qualified name in its module leads to this very object.
+    """Return True if importing an object by its module and qualified name gives this very object.
 
     False for objects of `__main__`, which no other process can import.
     """
@@ -299,12 +305,15 @@ _OF_ONE_PROCESS = frozenset(
 )
 """Classes of process-bound objects, which know their process's rank and the number of processes.
 
-On a rank, the notebook's object would say that it is process 0 of 1.
+If the notebook sent such an object to a rank, it would say there that it is process 0 of 1.
 """
 
 
 def process_bound_name(kind: type) -> str | None:
-    """Return the name of a class if its objects are process-bound; always None on a rank."""
+    """Return the name of a class if its objects belong to one process (`_OF_ONE_PROCESS`).
+
+    Return None for other classes, and on a rank for all classes.
+    """
     names = (f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
     if is_rank or _OF_ONE_PROCESS.isdisjoint(names):
         return None
@@ -312,7 +321,10 @@ def process_bound_name(kind: type) -> str | None:
 
 
 def refuse_process_bound(kind: type) -> None:
-    """Raise PicklingError if a class's objects are process-bound, unless this process is a rank."""
+    """Raise PicklingError in a notebook if a class's objects belong to one process.
+
+    On a rank, such objects may be pickled.
+    """
     if name := process_bound_name(kind):
         raise pickle.PicklingError(f"{name} {KNOWS_ITS_PROCESS}")
 
@@ -326,9 +338,9 @@ KNOWS_ITS_PROCESS = (
 
 @contextmanager
 def receiving(namespace: dict[str, Any] | None) -> Iterator[None]:
-    """Within this context, functions of the sender's `__main__` get `namespace` as their globals.
+    """Within this context, functions of a sender's `__main__` are unpickled with these globals.
 
-    With None they get the `__main__` of this process.
+    If `namespace` is None, their globals are the `__main__` of this process.
     """
     token = _receiver.set(namespace)
     try:
@@ -366,9 +378,9 @@ def make_code(python: tuple[int, int], filename: str, *parts: Any) -> types.Code
 
 
 def fill_function(function: types.FunctionType, state: Any) -> None:
-    """Set the details and attributes of a function that was unpickled without them.
+    """Set the special attributes (`DETAILS`) and own attributes of a function that was just made.
 
-    Also set the captured variables, except variables whose values were not sent.
+    Also set the variables that it captures, except variables whose values were not sent.
     """
     values, (attributes, details, _) = state
     for cell, contents in zip(function.__closure__ or (), values, strict=True):
@@ -393,9 +405,9 @@ def dead_reference() -> weakref.ref[Any]:
 
 
 def make_class(maker: Callable[..., type], args: tuple[Any, ...], qualname: str) -> type:
-    """Return this process's class with the id in `args`; without one make the class.
+    """Return the class that has the id in `args` in this process; make the class if there is none.
 
-    `fill_class` then sets the attributes of a new class.
+    `maker` and `args` are from cloudpickle.  `fill_class` then sets the attributes of a new class.
     """
     # Look for a known class first: cloudpickle does so only after making the new class, and by then
     # the bases' `__init_subclass__` may have registered the new class, which is not used.
@@ -419,14 +431,15 @@ _HOOKS = ("__init_subclass__", "__prepare__", "__new__", "__init__")
 
 @contextmanager
 def _without_hooks(args: tuple[Any, ...], only: Container[type] | None = None) -> Iterator[None]:
-    """Within this context, making a class with these arguments skips some hooks of its bases.
+    """Within this context, a class can be made without calling some hooks of its bases.
 
-    A hook is `__init_subclass__` of a base, or a method of the metaclass.  The hooks of classes in
-    `only` are skipped.  If `only` is None, the hooks of all classes of `__main__` are skipped.
+    `args` are the arguments from which the class is made.  A hook is `__init_subclass__` of a base,
+    or a method of the metaclass.  The hooks of classes in `only` are not called; if `only` is None,
+    the hooks of all classes of `__main__` are not called.
 
-    Such hooks have run in the sender, and their effects are sent with the classes.  If hooks ran
+    These hooks have run in the sender, and their effects are sent with the classes.  If they ran
     again, a registry would have the class twice, or a global name of the hook would be missing.
-    Hooks of libraries do run, since a library must know the class in this process too.
+    Hooks of libraries are called, since a library must know the class in this process too.
     """
     metaclass, bases = args[0], args[2]
     if isinstance(metaclass, tuple):  # the arguments of an Enum begin with its bases
@@ -482,7 +495,10 @@ def cell_source(filename: str) -> CellSource | None:
 
 
 def keep_cell_sources(sources: dict[str, CellSource]) -> None:
-    """Register cells of another process here, by file name, for tracebacks and `inspect`."""
+    """Make the texts of another process's cells known to tracebacks and `inspect` in this process.
+
+    `sources` has the cells by file name.
+    """
     numbers = cell_numbers()
     for filename, cell in sources.items():
         lines = cell.text.splitlines(keepends=True)

@@ -42,7 +42,10 @@ def digest_pieces(pieces: Iterable[Any]) -> str:
 
 
 def sample_of(data: Any) -> str:
-    """Return a digest of the size and of 64 pages: if two digests differ, so do the bytes."""
+    """Return a digest of the number of bytes and of some 64 pages, spread evenly over the bytes.
+
+    If two digests differ, the bytes differ.  If they are equal, the bytes may still differ.
+    """
     view = memoryview(data).cast("B")
     digest = xxhash.xxh3_128(str(view.nbytes).encode())
     for start in range(0, view.nbytes, max(_SAMPLE_BYTES, view.nbytes // _SAMPLES)):

@@ -32,7 +32,7 @@ ALIGNMENT = 64
 class _WeakEntry(weakref.ref):  # type: ignore[type-arg]
     """A weak reference to an object with a key.
 
-    `tool` names the function that reads the object's state, such as "dict" or "tensor".
+    `tool`, such as "dict" or "tensor", names the way in which the object's state is read.
     """
 
     __slots__ = ("key", "number", "tool")
@@ -59,7 +59,7 @@ class _StrongEntry:
 
 
 class _Owners:
-    """Weak references to several objects, each of which keeps the same memory alive."""
+    """Weak references to all objects that keep one piece of memory alive."""
 
     __slots__ = ("_refs",)
 
@@ -115,10 +115,10 @@ class MemoryBlock:
         return self.owner()
 
     def users_storage(self) -> Any:
-        """Return the storage of a tensor that this rank received as a view of the block.
+        """Return the present storage of a tensor that this rank received as a view of the block.
 
-        The rank may have given the tensor other memory since, as `model.cuda()` does.  None if no
-        such tensor is left that has a storage of this block's size.
+        This may be other memory than the block's: `model.cuda()`, for example, gives a tensor other
+        memory.  None if no such tensor is left whose storage has the size of this block.
         """
         for user in self.users:
             tensor = user()
@@ -223,11 +223,10 @@ class Links:
         return tuple(dead)
 
     def drop_unused(self, before_drop: Callable[[Sequence[LinkEntry]], None] | None = None) -> None:
-        """Drop objects to which only this table refers.
+        """Drop the objects to which nothing but this table refers.
 
-        Repeat this until no object is unused, since an object may be unused once another object,
-        the only one that referred to it, is dropped.  `before_drop` is called with the entries of
-        the unused objects before they are dropped.
+        Then drop the objects to which only these have referred, and so on.  `before_drop` is called
+        with the entries of objects before they are dropped.
         """
         self.has_dead = False
         while True:
@@ -297,9 +296,10 @@ class Blocks:
         return self._by_key.get(key)
 
     def find_containing(self, start: int, end: int, root: int, device: str) -> MemoryBlock | None:
-        """Return a block that contains the bytes from `start` to `end`; None if none does.
+        """Return a block that contains the bytes from `start` to `end`; None if no block does.
 
-        `root` is the address at which the whole memory of the tensor or array begins.
+        The bytes are those of a tensor or array, and `root` is the address at which the memory of
+        which it is a view begins.
         """
         for block in self._around(start, root, device):
             if block.owner() is None:
@@ -317,10 +317,11 @@ class Blocks:
     def find_or_add(
         self, start: int, end: int, root: tuple[int, int], make_ref: Callable[[], Any], device: str
     ) -> MemoryBlock:
-        """Return a block that contains the bytes of a view; make a block if none does.
+        """Return a block that contains the bytes from `start` to `end`; make it if there is none.
 
-        `root` has the bounds of the whole memory of which the view shows a part; `make_ref` returns
-        a reference for `MemoryBlock.owner`.
+        The bytes are those of a tensor or array, and `root` has the bounds of the whole memory of
+        which it is a view.  `make_ref` returns a weak reference to the object that keeps the memory
+        alive.
         """
         if (block := self.find_containing(start, end, root[0], device)) is not None:
             block.add_owner(make_ref())
@@ -332,13 +333,16 @@ class Blocks:
         return self.add(MemoryBlock(self._links.new_key(), *bounds, make_ref(), device))
 
     def get_copied(self, what: tuple[Any, ...]) -> MemoryBlock | None:
-        """Return the block of a scattered view with these bounds, dtype, shape and strides."""
+        """Return the block of a scattered view, a tensor whose elements lie far apart in memory.
+
+        `what` has the bounds, dtype, shape and strides of the view.  None if there is no block.
+        """
         return self._copied.get(what)
 
     def add_copied(
         self, what: tuple[Any, ...], make_ref: Callable[[], Any], device: str
     ) -> MemoryBlock:
-        """Return the block for the elements of a scattered view (`what`); make one if needed."""
+        """Return the block of a scattered view, as `get_copied` does; make it if there is none."""
         block = self._copied.get(what)
         if block is None or block.owner() is None:
             block = MemoryBlock(self._links.new_key(), 0, 0, make_ref(), device, what)

@@ -30,7 +30,7 @@ def has_plain_memory(torch: Any, tensor: Any) -> bool:
 
 
 def is_plain_array(value: Any) -> bool:
-    """Return True for a numpy array; of a subclass, only if numpy's own methods pickle it."""
+    """Return True for a numpy array, but not if its class has methods of its own for pickling."""
     numpy = sys.modules.get("numpy")
     kind = type(value)
     return (
@@ -43,7 +43,7 @@ def is_plain_array(value: Any) -> bool:
 
 
 def attributes_of_array(value: Any) -> dict[str, Any]:
-    """Return the attributes of an array whose class is of `__main__`, else an empty dict."""
+    """Return the attributes of an array whose class is of `__main__`; {} for any other array."""
     return dict(getattr(value, "__dict__", {})) if type(value).__module__ == "__main__" else {}
 
 
@@ -84,8 +84,8 @@ def root_of_array(
 ) -> tuple[tuple[int, int], Callable[[], Any]]:
     """Return the bounds of the memory of which an array is a view, and a function.
 
-    The bounds are `span` if they are unknown.  The function returns a weak reference to the object
-    that keeps the memory alive.
+    If the bounds are unknown, `span` is returned for them, the bounds of the array itself.  The
+    function returns a weak reference to the object that keeps the memory alive.
     """
     numpy, owner = sys.modules["numpy"], array
     while isinstance(owner.base, numpy.ndarray):
@@ -147,9 +147,10 @@ def is_of_file(value: Any) -> bool:
 
 
 def reduce_to_file(value: Any) -> Any:
-    """Reduce a `numpy.memmap` to its place in its file, so that the receiver maps the file.
+    """Reduce a `numpy.memmap` to its place in its file, so that the receiver maps the same file.
 
-    Return NotImplemented for other values, and if the file is no longer at its path.
+    The result is as that of `__reduce__`.  Return NotImplemented for other values, and if the file
+    is no longer at its path.
     """
     return reduce_file_array(value) if is_of_file(value) else NotImplemented
 
@@ -203,9 +204,10 @@ EXPANDED_FROM = 1 << 20  # bytes; a smaller array is pickled by numpy, with repe
 
 
 def reduce_expanded(value: Any) -> Any:
-    """Reduce a big result of `numpy.broadcast_to` to the elements that it repeats.
+    """Reduce a big array that `numpy.broadcast_to` has made to the elements that it repeats.
 
-    Return NotImplemented for any other array, and for an array of less than `EXPANDED_FROM` bytes.
+    The result is as that of `__reduce__`.  Return NotImplemented for any other array, and for an
+    array of less than `EXPANDED_FROM` bytes.
     """
     numpy: Any = sys.modules["numpy"]
     is_wanted = type(value) is numpy.ndarray and not value.flags.writeable

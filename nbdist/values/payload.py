@@ -56,7 +56,7 @@ class SegmentRef(NamedTuple):
 
 
 class _Open:
-    """A file descriptor, which is closed at the latest when nothing refers to this object."""
+    """A file descriptor that is closed by `close`, or once nothing refers to this object."""
 
     _fd: int
 
@@ -184,7 +184,7 @@ def open_file(ref: SegmentRef) -> int:
 
 
 def is_open(ref: SegmentRef) -> bool:
-    """Return True if the segment's owner still has the segment open."""
+    """Return True if the process that made a segment has not closed it yet."""
     path, _, inode = ref.path.partition("#")
     with suppress(OSError):
         return str(os.stat(path).st_ino) == inode
@@ -240,12 +240,14 @@ INLINE_LIMIT = 64 * 1024
 
 
 class Payload(NamedTuple):
-    """A pickled value: frames of the pickle (the first) and its out-of-band buffers (the others).
+    """A pickled value as frames: the first is the pickle, the others are its out-of-band buffers.
 
     The frames of a small value are in `frames`, as a part of the message.  The frames of a big
-    value are in a `segment` that the sender owns.  A value can contain payloads, too, whose
-    segments the reader must find on its machine: `within` has, for the path of each such segment in
-    the pickle, a segment that the reader can open.
+    value are in a `segment` that the sender owns.
+
+    The value itself can contain further payloads with segments.  A reader on another machine has
+    copies of these segments.  So `within` has, for the path of each segment in the value, the
+    segment that the reader can open.
     """
 
     frames: tuple[bytes, ...] = ()
@@ -265,9 +267,10 @@ def pack_frames(frames: Sequence[Buffer]) -> PackedPayload:
 def packing(
     frames: Sequence[Buffer], inline_limit: int = INLINE_LIMIT
 ) -> Generator[int, None, PackedPayload]:
-    """Make a payload of frames in steps, in shared memory from `inline_limit` bytes on.
+    """Make a payload of frames, as a generator whose return value is the payload.
 
-    Yields the number of bytes copied so far; the generator can be closed before its end.
+    Frames of `inline_limit` bytes or more are copied to shared memory.  Meanwhile the generator
+    yields the number of bytes copied so far; it can be closed before its end.
     """
     if size_of(frames) < inline_limit:
         return pack_inline(frames), None
@@ -288,7 +291,9 @@ def size_of(frames: Iterable[Buffer]) -> int:
 def pack_names(
     names: Mapping[str, Any] | None, namespace: dict[str, Any]
 ) -> tuple[Payload | None, Segment | None]:
-    """Pickle variables by name, and pack them as `pack_frames` does; (None, None) for no names.
+    """Pickle variables by name, and return their payload as `pack_frames` does.
+
+    Returns (None, None) if there are no names.
 
     Raises UsageError if a function in `names` uses a global name that is neither in `names` nor
     built in.
@@ -322,7 +327,10 @@ Places = Mapping[str, SegmentRef]
 
 
 def refs_in(value: object) -> tuple[SegmentRef, ...]:
-    """Return the segments of all payloads in a value of mappings, lists and tuples, each once."""
+    """Return the segments of all payloads in a value, each once.
+
+    The payloads may be in mappings, lists and tuples.
+    """
     refs: list[SegmentRef] = []
 
     def collect(payload: Payload) -> Payload:
@@ -335,7 +343,7 @@ def refs_in(value: object) -> tuple[SegmentRef, ...]:
 
 
 def relocate(value: V, places: Places) -> V:
-    """Return the value with segments of its payloads replaced by the copies that `places` has."""
+    """Return the value with the segments in its payloads replaced by their copies in `places`."""
 
     def now(ref: SegmentRef) -> SegmentRef:
         return places.get(ref.path, ref)
@@ -363,7 +371,10 @@ def _with_payloads(value: Any, change: Callable[[Payload], Payload]) -> Any:
 
 
 def localize(value: V, payload: Payload) -> V:
-    """Return an unpickled value whose inner payloads refer to the segments in `payload.within`."""
+    """Return the value, unpickled from `payload`, whose inner payloads this process can open.
+
+    They get the segments in `payload.within`.
+    """
     return relocate(value, {path: ref for path, ref in payload.within if path != ref.path})
 
 
@@ -384,7 +395,7 @@ def is_atomic(value: Any) -> bool:
 
 
 def _is_light(value: Any) -> bool:
-    """Return True for an atomic value, or a list, tuple or dict of at most `_FEW` atomic values."""
+    """Return True for an atomic value, and for a list, tuple or dict of a few atomic values."""
     if type(value) not in (list, tuple, dict) or len(value) > _FEW:
         return is_atomic(value)
     # Check copies, since another thread may change the container meanwhile.
@@ -392,12 +403,12 @@ def _is_light(value: Any) -> bool:
 
 
 class Identity:
-    """Tells whether a variable is still bound to the same object.
+    """Recognizes an object, to find out if a variable is still bound to the same object.
 
     The id alone is not enough, since a new object can get the id of a deleted object.  So an
-    `Identity` has a weak reference, or the object itself if it is light (`_is_light`).  For a big
-    list, dict, tuple or text, an `Identity` has only the id and the type: a new object of this type
-    at the same address counts as the same object.
+    `Identity` has a weak reference to the object, or a light object itself (`_is_light`).  Of a big
+    list, dict, tuple or text, it has only the id and the type: a new object of this type at the
+    same address counts as the same object.
     """
 
     def __init__(self, value: Any) -> None:
@@ -421,9 +432,10 @@ class Identity:
 
 
 def least_size(value: Any) -> int:
-    """Return a lower bound of a value's size in bytes, without reading its items.
+    """Return a number of bytes that a value has at least, without reading its items.
 
-    This is the memory of a tensor or an array, or 8 bytes for each item of a container.
+    This is the memory of a tensor or an array, 8 bytes for each item of a container or letter of a
+    text, and 0 for other values.
     """
     try:
         size = value.nbytes

@@ -81,13 +81,14 @@ def pickle(
     exact: bool = False,
     reduce: Reduce | None = None,
 ) -> Pickled:
-    """Pickle `value` for another process; `namespace` is the `__main__` of this one.
+    """Pickle `value` for another process; `namespace` is the `__main__` of this process.
 
-    A `sketch` is fast and can be compared, but not loaded: it has digests instead of long texts,
-    and addresses instead of contents on a device.  With `back_to_device` tensors of a GPU are
-    restored on the receiver's GPU, and otherwise on the CPU.  With `exact` no memory is sent that
-    tensors do not show, unless tensors overlap.  `reduce` is called first to reduce an object, and
-    returns NotImplemented for objects that are to be reduced in the usual way.
+    A `sketch` is made faster, and can be compared with another sketch but not loaded: it has
+    digests instead of long texts, and addresses instead of contents on a GPU.  With
+    `back_to_device`, tensors of a GPU are restored on the receiver's GPU; without it, on the CPU.
+    With `exact`, only the elements of tensors are sent, and not other parts of their storages,
+    unless tensors overlap.  `reduce` is called first for each object; it returns what `__reduce__`
+    would return, or NotImplemented for an object that is pickled in the usual way.
 
     Raises any error of pickling; a class's own `__reduce__` can raise anything.
     """
@@ -114,7 +115,7 @@ def unpickle(frames: Sequence[Buffer], namespace: dict[str, Any] | None = None) 
 
 
 class _FirstFrame(io.BytesIO):
-    """The file into which a pickle is written; it gets big if the value has long texts or bytes."""
+    """The file in memory into which a pickle is written, without its out-of-band buffers."""
 
     def __init__(self, *, sketch: bool) -> None:
         super().__init__()
@@ -291,9 +292,10 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
         return self._variables.setdefault(id(cell), Variable(cell))
 
     def contents_of(self, variable: Variable) -> tuple[Any, ...]:
-        """Return (value,) for a captured variable, or () if it has no value.
+        """Return (value,) to send a captured variable's value, and () to send none.
 
-        With (), the receiver does not set the variable; subclasses return () for further variables.
+        This class returns () only for a variable without a value.  A subclass may return () for
+        other variables, which the receiver then does not set.
         """
         return variable.contents()
 
@@ -370,7 +372,7 @@ def load(first: Buffer, buffers: Sequence[Buffer]) -> Any:
 
 
 def digest_of(data: Buffer) -> str:
-    """Return the digest of bytes: their number and CRC-32, no protection against forgery."""
+    """Return a digest of bytes: their number and CRC-32.  It is no protection against forgery."""
     view, crc = memoryview(data).cast("B"), 0
     # CRC-32 is fast: 2.6 to 6 GB/s on a core, while SHA-1 has 0.9.
     for start in range(0, view.nbytes, READ_AT_ONCE):

@@ -74,7 +74,7 @@ _VALUES: tuple[type, ...] = (
     *(pathlib.PurePath, re.Pattern, datetime.date, datetime.time, datetime.timedelta),
     *(datetime.tzinfo, decimal.Decimal, fractions.Fraction, uuid.UUID, os.PathLike),
 )
-"""Types of objects whose value alone matters, not their identity: such objects get no key."""
+"""Types of objects of which only the value matters, and not the identity; they get no key."""
 
 _VALUES_BY_NAME = (("numpy", "dtype"), ("numpy", "generic"))
 _TEXTS_BY_NAME = tuple(("torch", name) for name in ("dtype", "device", "layout", "memory_format"))
@@ -146,9 +146,10 @@ class Scan:
     # --- from object to object ------------------------------------------------------------
 
     def token(self, value: Any) -> Token:
-        """Return a value's token, which stands for the value in the state of another object.
+        """Return the token of a value: short data that changes if the value becomes another one.
 
-        If the scan `adds`, `run` will read the objects to which the token refers.
+        It stands for the value in the state of an object that refers to the value.  If the scan
+        `adds`, `run` will read the objects to which the token refers.
         """
         kind = type(value)
         if kind in ATOMIC:
@@ -165,7 +166,7 @@ class Scan:
         return make_token(value)
 
     def run(self) -> None:
-        """Read the states of all objects that wait to be read.
+        """Read the states of objects to which the tokens so far refer, or that `read` has added.
 
         If the scan `adds`, also read objects to which these objects refer, and memory blocks.
         """
@@ -519,7 +520,10 @@ class Scan:
         return self._state(parts)
 
     def _own_containers(self, value: Any, reduced: tuple[Any, ...]) -> set[int]:
-        """Return ids of containers in a reduction that count as parts of the object itself."""
+        """Return the ids of containers in an object's reduction that belong to the object itself.
+
+        Only objects that C code pickles have such containers.
+        """
         ids = set[int]()
         kind = type(value)
         if kind not in copyreg.dispatch_table and not has_python_reduce(kind):  # pickled by C code
@@ -712,9 +716,10 @@ class Scan:
 
 
 def memory_key(value: Any, links: Links) -> int | None:
-    """Return the key of the memory block of which a plain tensor or array is a view, else None.
+    """Return the key of the memory block of which a tensor or array is a view, or None.
 
-    Also None if the tensor has an autograd graph, which would be lost, or if it has no elements.
+    None if the memory has no key, for other values, for a tensor or array without elements, and for
+    a tensor with an autograd graph, which would be lost.
     """
     try:
         return _memory_key(value, links)
@@ -773,7 +778,7 @@ def names_of_empty_tables() -> frozenset[str]:
 
 
 def _is_small(block: MemoryBlock) -> bool:
-    """Return True for a small, uncopied block on the CPU, of which each scan reads all bytes."""
+    """Return True if each scan reads all bytes of a memory block, as it is small and on the CPU."""
     return block.size <= QUICK_BYTES and block.device == "cpu" and not block.copied
 
 

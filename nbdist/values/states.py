@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import xxhash
 
 Token = Any
-"""What stands for a value in the state of an object that refers to the value.
+"""Data that represents a value in the state of an object that refers to the value.
 
-A short plain value is its own token.  The token of an object that has a key is `(..., key)`.  The
-token of most other values is a tuple that begins with a text."""
+The token of a short plain value is the value itself.  The token of an object that has a key is
+`(..., key)`.  The token of most other values is a tuple that begins with a text."""
 
 ChangedParts = frozenset[Token] | None
 """The changed parts of an object; None for an object that is compared as a whole."""
@@ -142,7 +142,7 @@ HEAP_TYPE = 1 << 9
 
 
 class Reducer(NamedTuple):
-    """The functions with which a process reduces objects, as pickle does.
+    """The functions by which a scan learns how an object would be pickled.
 
     `reduce` returns what `__reduce_ex__` would return, or NotImplemented for an object that pickle
     sends by name or reduces itself.  `content` returns a digest of the pickle of a value.  `table`
@@ -155,7 +155,10 @@ class Reducer(NamedTuple):
 
 
 def reachable_keys(states: Mapping[int, ObjectState], keys: Iterable[int]) -> set[int]:
-    """Return `keys`, and the keys of all objects to which their objects lead, also indirectly."""
+    """Return `keys`, and the keys of all objects to which objects with these keys lead.
+
+    `states` has the states of the objects by key.
+    """
     reached_keys, waiting = set[int](), [*keys]
     while waiting:
         key = waiting.pop()
@@ -203,7 +206,7 @@ def optimizer_hooks(value: Any) -> dict[str, Any]:
 
 
 def own_attributes(value: Any) -> list[tuple[str, Any]]:
-    """Return (name, value) for the class and each attribute of a container of a user's class."""
+    """Return (name, value) for the class and for each attribute of an object, without its items."""
     return [(CLASS, type(value)), *getattr(value, "__dict__", {}).items()]
 
 
@@ -255,7 +258,7 @@ def has_python_reduce(kind: Any) -> bool:
 
 
 def is_its_attributes(value: Any) -> bool:
-    """Return True if pickle reduces an instance to its class and unchanged attributes only.
+    """Return True if pickling an instance writes just its class and its attributes as they are.
 
     Raises any error that pickling the instance raises.
     """

@@ -25,7 +25,7 @@ PINNED_MOST = 1 << 30
 
 @dataclass(eq=False)
 class _Piece:
-    """The stand-in in a pickle of some bytes of a storage.
+    """Some bytes of a storage, which are pickled in place of the storage.
 
     A piece keeps the storage alive, so that no other storage gets its address meanwhile.
     """
@@ -40,15 +40,16 @@ class _Piece:
 
 @dataclass(kw_only=True, eq=False)
 class TensorReducer:
-    """Reduces the tensors and storages in one pickle.
+    """Reduces the tensors and storages in one pickle, as `__reduce__` does.
 
-    Contents are out-of-band buffers of the tensor's own memory.  Only contents on a device, and
-    elements that lie far apart, are copied.
+    The tensors' own memory becomes out-of-band buffers.  Only contents on a GPU, and elements that
+    lie far apart, are copied.
 
-    Only the part of a storage that a tensor shows is sent, or the whole storage if it is at most
-    twice as big.  With `exact` no more is sent than the tensor shows.  The storages whose addresses
-    are in `whole` are always sent whole.  If sent parts of a storage overlap, as two views of one
-    tensor may, the caller must pickle again with the `overlapping` storages as `whole`.
+    Of a storage, only the part that a tensor shows is sent, or the whole storage if it is at most
+    twice as big as that.  With `exact`, no more is sent than the tensor shows.  Storages whose
+    addresses are in `whole` are always sent whole.  If sent parts of a storage overlap, as two
+    views of one tensor may, the caller must pickle again with the `overlapping` storages as
+    `whole`.
 
     `nbdist.values.pickling.pickle` explains the options.  `sketched` becomes True if a sketch has
     left out contents.
@@ -130,7 +131,10 @@ class TensorReducer:
         )
 
     def _place(self, data: torch.Tensor) -> tuple[_Piece, int, tuple[int, ...]]:
-        """Return the piece with a tensor's contents, and the tensor's offset and strides in it."""
+        """Return (piece, offset, strides): the bytes to send, and where in them the tensor is.
+
+        The offset and the strides are in elements.
+        """
         storage, width = data.untyped_storage(), data.element_size()
         stride = data.stride()
         steps = (step * (size - 1) for size, step in zip(data.shape, stride, strict=True))

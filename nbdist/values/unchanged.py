@@ -15,20 +15,19 @@ from nbdist.values.links import LinkEntry
 from nbdist.values.states import ATOMIC, MAX_PARTS, MAX_TEXT
 
 NO_PARTS = "no parts"
-"""The `sample` of a state, in place of a `Parts`, for too many parts, or parts without a key.
+"""The `sample` of the state of an object for which no `Parts` can be made.
 
-The mark keeps a scan from trying again to make a `Parts` for the object."""
+The object has too many parts, or parts without a key.  The mark keeps scans from trying again."""
 
 _key_of = attrgetter("key")
 
 
 class Parts:
-    """The parts of an object when its state was read: keys or names, and values.
+    """The parts that an object had when its state was read: keys or names, and values.
 
-    If `entries_if_same` finds the same parts now, the object's state has not changed.  A part is of
-    one of three kinds.  A plain value cannot change, and a `Parts` holds it.  For an object with a
-    key, a `Parts` has only the key.  For an empty table, which has no key, `empty` has the position
-    of the table.
+    If `entries_if_same` finds the same parts now, the object's state has not changed.  There are
+    three kinds of parts.  Of a plain value, which cannot change, a `Parts` has the value itself; of
+    an object with a key, only the key; of an empty table, which has no key, only the position.
     """
 
     __slots__ = ("_count", "_empty_kinds", "_fixed", "_keys", "_kind", "_pickers")
@@ -50,9 +49,10 @@ class Parts:
     def entries_if_same(
         self, value: Any, parts: Sequence[Any], by_id: Mapping[int, LinkEntry]
     ) -> list[Any] | None:
-        """Return the entries in `by_id` of the parts that have keys, if no part has changed.
+        """Return None if a part of the object `value` may have changed since its state was read.
 
-        `parts` are the parts of `value` now.  None if a part may have changed.
+        If no part has changed, return the entries of its parts that have keys.  `parts` are the
+        parts that `value` has now, and `by_id` has the entries of objects with keys.
         """
         if len(parts) != self._count or type(value) is not self._kind:
             return None
@@ -79,10 +79,11 @@ def parts_of(
     by_id: Mapping[int, LinkEntry],
     empty: Set[int],
 ) -> Parts | None:
-    """Return the `Parts` of an object; None if it has too many parts, or a part of no known kind.
+    """Return the `Parts` of an object, or None if it cannot have one.
 
-    `by_id` has the entries of objects with keys.  `empty` has the positions in `parts` of empty
-    tables, which have no key.
+    This is so if it has too many parts, or a part that is neither a plain value, nor an object with
+    a key, nor an empty table.  `by_id` has the entries of objects with keys.  `empty` has the
+    positions in `parts` of empty tables.
     """
     if len(parts) > 2 * MAX_PARTS:  # names and values
         return None

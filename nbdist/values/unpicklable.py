@@ -120,11 +120,11 @@ def fails_in(namespace: dict[str, Any]) -> Callable[[Any], bool]:
 def blame(
     name: str, value: Any, fails: Callable[[Any], bool], problem: BaseException
 ) -> tuple[str, str, str, str]:
-    """Return which part of a value cannot be pickled: its path, its type, the reason and a remedy.
+    """Return the part of a value that cannot be pickled, as (path, type, reason, remedy).
 
-    The path begins with `name`.  `problem` is the error that pickling the value raised; `fails`
-    returns True if it cannot pickle a part.  After about a second the search ends with the
-    innermost part that it has found by then.
+    The path begins with `name`.  `problem` is the error that pickling the value has raised, and
+    `fails(part)` returns True if a part cannot be pickled, too.  The search ends after about a
+    second with the innermost such part that it has found.
     """
     path, culprit = _find_culprit(name, value, fails)
     if kind := _kind_of(culprit):

@@ -35,10 +35,11 @@ apply them (`_APPLIERS`).
 """
 
 COPY = "copy"
-"""The name of a tensor's contents in an update that does not give the tensor other memory.
+"""The name of a tensor's contents in an update if the notebook's tensor still has the same memory.
 
-The rank copies the contents into its tensor's own memory, if shape and dtype are equal.  With the
-name "data" in its place, the rank's tensor gets the memory that was sent.
+The rank copies the contents into its own tensor's memory, if shape and dtype are equal.  If the
+notebook's tensor has other memory, the name is "data", and the rank's tensor gets the memory that
+was sent.
 """
 _PLAIN = (dict, OrderedDict, defaultdict, list, set, deque)
 
@@ -53,17 +54,18 @@ def update_of(
     changed: frozenset[Token] | None,
     scan: Scan,
 ) -> ObjectUpdate:
-    """Return an update that brings an object's changes to a counterpart in the state `before`.
+    """Return the update by which a rank brings its counterpart of an object up to date.
 
-    `state` is the object's present state.  `changed` has the parts to send; with None the object is
-    sent as a whole.
+    `entry` is the object's entry in the notebook's table, `state` the object's present state, and
+    `before` the state that the counterpart has.  `changed` has the parts to send; with None the
+    object is sent as a whole.
     """
     value = entry()
     return entry.key, entry.tool, _WRITERS[entry.tool](value, state, before, changed, scan)
 
 
 def is_replaced(changed: frozenset[Token] | None) -> bool:
-    """Return True if the changed parts include a part that cannot be changed in place.
+    """Return True if `changed` has a part that ranks cannot change in place (`HEAD_PART`).
 
     Ranks then need a new object in place of the counterpart.
     """
@@ -231,10 +233,10 @@ _WRITERS: dict[str, Callable[..., Any]] = {
 
 
 def apply(value: Any, tool: str, data: Any, token: Callable[[Any], Token]) -> None:
-    """Change an object in place by the contents of an update (`data`).
+    """Change a rank's object in place by an update of the notebook.
 
-    `token` is `Scan.token` on this rank: keys of a dict are compared with the notebook's keys by
-    their tokens.
+    `tool` and `data` are the last two items of the `ObjectUpdate`.  `token` is `Scan.token` on this
+    rank, by which keys of a dict are compared with the notebook's keys.
     """
     _APPLIERS[tool](value, data, token)
 
@@ -411,11 +413,11 @@ def _apply_opaque(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
 
 
 def set_state(value: Any, state: Any, setter: Callable[..., Any] | None = None) -> None:
-    """Give an object a state as pickle does, but clear its `__dict__` first.
+    """Set an object's state as pickle does, but also remove attributes that the state lacks.
 
-    So the object loses attributes that the state lacks.  Pickle clears nothing, because it sets the
-    state of new objects only.  If there is a `setter`, or if the object's class has a
-    `__setstate__`, that function sets the state, and nothing is cleared here either.
+    Pickle itself removes nothing, because it sets the state of new objects only.  If there is a
+    `setter`, or if the object's class has a `__setstate__`, this function sets the state, and no
+    attribute is removed.
     """
     if setter is not None:
         setter(value, state)
