@@ -103,8 +103,8 @@ class ControlThread:
         # releases this rank, would wait for them.
         match request:
             case Complete() | Inspect():
-                # Two threads must not call IPython's completer at once: while it is busy, answer
-                # with `Ok`, which is no completion.
+                # Two threads must not call IPython's completer at once. While it is busy, answer
+                # with `Ok`, so that the user gets no completions.
                 if self._consult_future is not None and not self._consult_future.done():
                     return send(control.Ok())
                 future = self._consult_future = self._executor.submit(self._consult, request)

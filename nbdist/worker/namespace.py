@@ -245,7 +245,10 @@ class Namespace:
         return self._identities
 
     def changes_since(self, before: Mapping[str, Identity]) -> tuple[set[str], set[str]]:
-        """Return the names that were bound to another object since `before`, and deleted names."""
+        """Return the names that were bound anew, and those that were deleted, since `before`.
+
+        `before` is the result of `snapshot`.
+        """
         items = self._user_items()
         bound = {name for name, value in items if not _is_still(before, name, value)}
         return bound, before.keys() - self._names.keys()
@@ -275,7 +278,7 @@ class Namespace:
         return {name: import_path for name, import_path in import_paths if import_path is not None}
 
     def kinds(self, names: Iterable[str]) -> dict[str, int]:
-        """Return by name the kinds of values that are torch modules, optimizers or tensors."""
+        """Return by name the kinds (`kind_of`) of torch modules, optimizers and tensors."""
         kinds = {name: kind_of(self._names.get(name)) for name in names}
         return {name: kind for name, kind in kinds.items() if kind != OTHER}
 

@@ -138,7 +138,10 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def end(self) -> None:
-        """Keep a later SIGINT for a task that has arrived, or drop it; called after each task."""
+        """Stop delivering SIGINT to the task that has ended; called after each task.
+
+        From now on a SIGINT is kept if a further task has arrived, and is dropped if none has.
+        """
         signal.signal(signal.SIGINT, self._keep_sigint)
 
     def _keep_sigint(self, *_: object) -> None:

@@ -110,10 +110,10 @@ def _reduce_to(value: Any) -> tuple[Any, ...]:
 
 
 def dist_class(package: str, name: str) -> Any:
-    """Return the class `name` of `torch.distributed.PACKAGE`, without importing the package.
+    """Return a class of `torch.distributed.PACKAGE`, for callers that test the types of values.
 
-    Callers test whether values are of this class. If the package was not imported, no value can be,
-    and the result is `ReturnReducer`, of which no value is either.
+    The package is not imported. If nobody has imported it, there are no values of its classes. Then
+    the result is `ReturnReducer`, so that the caller's test is False for all values.
     """
     return getattr(sys.modules.get(f"torch.distributed.{package}"), name, ReturnReducer)
 

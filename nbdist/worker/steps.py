@@ -81,7 +81,7 @@ class StepCounter:
             self._watch_dropped()
 
     def end_task(self, *, has_succeeded: bool = False) -> None:
-        """Hold the task and defer SIGINT no longer; the counts stay until the next task begins."""
+        """End holding the task and deferring SIGINT; the counts stay until the next task begins."""
         self._succeeded_task = self._task_id if has_succeeded else ""
         self._task_id, self._is_held = "", False
         self._drop_deferral()

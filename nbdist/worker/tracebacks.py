@@ -417,9 +417,9 @@ def lasting_error(error: BaseException) -> str:
 def unfit_reason(rank: int, error: BaseException) -> str:
     """Return why this process cannot be used any more after an error; "" if it still can be used.
 
-    The reason is a GPU error that lasts. If `error` is none, the GPU's driver is asked: the GPU may
-    have failed although the cell's error says something else, as GPU kernels run later than the
-    code that starts them.
+    The reason is a GPU error that lasts. If `error` is another error, the GPU's driver is asked,
+    too: as GPU kernels run later than the code that starts them, the GPU may have failed although
+    the cell's error says something else.
     """
     message = lasting_error(error)
     if not message:

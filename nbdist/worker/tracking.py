@@ -102,7 +102,10 @@ def connect(send: Callable[[dict[str, Any]], None] | None) -> None:
 
 
 def begin_task() -> None:
-    """Send the remaining numbers of the last task, then count steps from 0 again."""
+    """Send the remaining numbers of the last task, and forget its names and steps.
+
+    So numbers that the new task tracks without a `step` get the steps 0, 1, and so on.
+    """
     flush()
     for each in (_call_counts, _counted_names, _last_steps):
         each.clear()

@@ -119,7 +119,7 @@ def set_random_state(state: torch.Tensor) -> None:
 def profiled() -> list[ProfilerActivity]:
     """Return the activities that torch's profiler can record in this process.
 
-    They are passed to the profiler, which by default would choose CUDA, too, and warn without one.
+    By default the profiler would choose CUDA, too, and would warn if there is no GPU.
     """
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kinds = ["CPU", *([] if device is None else [device.type.upper()])]

@@ -131,7 +131,7 @@ class CellCompiler(XCachingCompiler):
     cell = CellCode()
 
     def get_code_name(self, raw_code: str, code: str, number: int) -> str:
-        """Return the file name for code: the name of the task's cell, or else ipykernel's name."""
+        """Return the file name for code: the notebook's name for the cell, or ipykernel's name."""
         if self.cell.file and raw_code == self.cell.text:
             return self.cell.file
         name: str = super().get_code_name(raw_code, code, number)
@@ -389,7 +389,7 @@ def leave_debugger() -> None:
 
 
 def post_mortem(error: BaseException) -> None:
-    """Debug in the call that has raised an exception."""
+    """Start the debugger in the call that has raised `error`; return once the user has left it."""
     session = Debugger()
     session.reset()
     # A debugger that gets the exception can also show its causes, by the command `exceptions`.
@@ -426,7 +426,8 @@ def stop_at_breakpoint(
 ) -> Any:
     """Do what `breakpoint()` does in a worker: debug in the frame that has called it.
 
-    `stop_at` is as in `use_debugger`. If the user has set PYTHONBREAKPOINT, do as Python does.
+    `stop_at` is as in `use_debugger`. But if PYTHONBREAKPOINT is set, call the function that it
+    names, as Python does.
     """
     if os.environ.get("PYTHONBREAKPOINT"):
         return sys.__breakpointhook__(*args, **options)

@@ -170,10 +170,10 @@ class Legacy(Adapter):
         return "" if name == "timeout" else name
 
     def end_calls(self, backend: Any) -> None:
-        # `batch_isend_irecv` begins a group call of NCCL and ends it. After an exception in between
-        # the call is still open, and all later operations would wait for its end: so end it. If the
-        # end itself fails, torch still counts the call as open. torch would end the call again when
-        # a communicator is made, and fail: so correct the count.
+        # `batch_isend_irecv` begins a group call of NCCL and ends it. An exception in between keeps
+        # the call open, and all later operations would wait for its end. So end the call here. If
+        # this fails, torch still counts the call as open, and would try to end it once more, and
+        # fail, when it makes a communicator. So correct torch's count.
         calls = open_calls()
         while calls is not None and calls.value:
             try:

@@ -73,9 +73,9 @@ TABLES = (
 
 
 def check() -> tuple[str, ...]:
-    """Return sentences for the user, one for each ability of nbdist that this torch does not allow.
+    """Return sentences for the user, each about something that nbdist cannot do with this torch.
 
-    Workers can start in spite of these.
+    Workers can start all the same.
     """
     problems = []
     if not RECORDS_GLOO:
@@ -326,7 +326,7 @@ def read_debug_level() -> None:
 
 
 def compares() -> bool:
-    """Return True at debug level DETAIL, at which ranks compare each collective before it runs."""
+    """Return True if torch's debug level is DETAIL; ranks then compare each collective first."""
     return bool(c10d.get_debug_level() == c10d.DebugLevel.DETAIL)
 
 

@@ -154,7 +154,7 @@ class DefaultGroup:
         return f"{prefix}.{self._name_counts[prefix]}"
 
     def _wrap(self) -> None:
-        """Replace torch's functions that make or destroy the default group, and send and recv."""
+        """Replace torch's functions that make or destroy the default group, send or receive."""
         signature = inspect.signature(self._init)
 
         @functools.wraps(self._init)
@@ -233,7 +233,8 @@ class DefaultGroup:
 def missing_backends(requested: str, existing: str) -> set[str]:
     """Return the names of the backends in `requested` that `existing` lacks.
 
-    Both are texts as torch takes them, such as "cpu:gloo,cuda:nccl". "nccl" is also met by "nccl2".
+    Both are texts as torch takes them, such as "cpu:gloo,cuda:nccl". If `existing` has "nccl2",
+    "nccl" is not missing.
     """
     requested_names, existing_names = (
         {part.rpartition(":")[2].strip() for part in backend.lower().split(",") if part}

@@ -62,7 +62,7 @@ LACKS = re.compile(
     "out of memory|bad_alloc|"
     + "|".join(map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM)))
 )
-"""Matches messages of C code and Python which say that this process has reached its own limit."""
+"""Matches messages of C code and Python about limits of this process: memory and descriptors."""
 
 NO_THREAD = re.compile(f"can't start new thread|{os.strerror(errno.EAGAIN)}")
 
@@ -70,7 +70,7 @@ TIMED_OUT = re.compile(
     r"gloo/transport/.* Timed out waiting|timeout caused pair closure"
     r"|gloo/\S+\] .*(Connection timed out|No route to host|Network is unreachable)"
 )
-"""Matches messages of gloo: a collective took too long, or TCP has given a connection up.
+"""Matches messages of gloo which say that a collective took too long or a connection was lost.
 
 In both cases gloo closes its connections.
 """
@@ -81,7 +81,7 @@ _SOURCE_FOLDER = re.compile(r"/\S*/gloo/")  # gloo's messages name the folder wh
 
 
 def connections_after(message: str) -> ConnectionLoss:
-    """Return how connections to other ranks have ended, as an error message tells it.
+    """Return how connections to other ranks have ended, according to an error message.
 
     The result is "ended" or "timed out", or "" if the message is about something else.
     """
@@ -91,7 +91,10 @@ def connections_after(message: str) -> ConnectionLoss:
 
 
 def is_between_ranks(error: Exception) -> bool:
-    """Return True if the cause of an error is between the ranks, and not in this process alone."""
+    """Return True if an error may come from other ranks or the connections to them.
+
+    Return False if its cause is in this process alone.
+    """
     text = str(error)
     if NO_THREAD.search(text):
         # No thread could be started. All ranks share the limit of threads, but if this process has

@@ -353,7 +353,7 @@ class Group:
         seam.replace_gloo(side.group, comparing, generation)
 
     def _comparing(self, backend: Any, side: GroupSide, generation: int) -> Any:
-        """Return the backend itself, or at debug level DETAIL a wrapper around it.
+        """Return the backend itself; at torch's debug level DETAIL return a wrapper around it.
 
         Before each collective the wrapper compares the calls of all ranks.
         """
@@ -373,7 +373,10 @@ class Group:
             self._connect_nccl(side, generation)
 
     def _connect_nccl(self, side: GroupSide, generation: int) -> None:
-        """Connect a group's nccl backend, or make and connect an unused backend that stands in."""
+        """Connect a group's nccl backend.
+
+        If this rank has no object for the group, make and connect an unused backend instead.
+        """
         if self._nccl is None:
             return
         meeting = self._meeting_of(side.name, generation)

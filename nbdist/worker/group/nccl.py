@@ -38,7 +38,7 @@ Both are less than agents wait: 180 s for a start, and 30 s for healing.
 """
 
 NCCL_ABORT_TIMEOUT, NCCL_WHOLE_ABORT_TIMEOUT = 10.0, 60.0
-"""Limits in seconds of an abort: until its next GPU kernel must end, and for the whole abort.
+"""The most seconds in which an abort may end no further GPU kernel, and for the whole abort.
 
 Some aborts never end (seen with NCCL 2.25). A usual abort takes 0.5 s, and for each GPU kernel in
 the queue the time to copy the kernel's data. On an H200 that ranks share, this is 0.2 s for a
@@ -257,7 +257,7 @@ class UnderWay:
         return (entry for entry in new if not entry["is_p2p"])
 
     def start_over(self) -> None:
-        """From now on leave out the collectives so far; called while the groups are rebuilt."""
+        """Ignore the collectives that have begun so far; called while the groups are rebuilt."""
         for name in self._first:
             adapter = seam.ADAPTERS[name]
             for entry in adapter.recorded():
@@ -319,7 +319,7 @@ class Recording:
         self._kept_begun: tuple[object, tuple[Begun, ...]] | None = None
 
     def start_over(self) -> None:
-        """From now on leave out the collectives so far; called while the groups are rebuilt."""
+        """Ignore the collectives that have begun so far; called while the groups are rebuilt."""
         # Flight Recorder does not begin again: its counts go on, and it never marks a failed
         # collective as completed (torch 2.13).
         self._kept_last = self._kept_begun = None

@@ -250,7 +250,7 @@ class AbortableStore(_PythonStore):
             self.set(key, value)
 
     def pass_on(self, name: str, *args: Any) -> Any:
-        """Call this method of the meeting's store."""
+        """Call the method `name` of the meeting's store."""
         return getattr(self.meeting.store, name)(*args)
 
 
@@ -268,7 +268,7 @@ STORE_IN_CHILD = "a process forked by the rank cannot use the world's store"
 
 
 class StoreConnections:
-    """Connections of this worker to the agent's socket for the store; each thread uses its own.
+    """Connections of this worker to the agent's socket for the store, one for each open request.
 
     If the agent is lost, each call of `ask` raises ConnectionError. `silence` is the number of
     seconds for which the agent itself may have to wait for the head before it answers.
@@ -432,9 +432,9 @@ def _as_bytes(value: str | bytes) -> bytes:
 
 # torch's registry makes the handler of a rendezvous, which may be of the user's packages (entry
 # points `torchrun.handlers`). All ranks take part in a rendezvous. Each time that the group is
-# formed, the rendezvous has another name, so that new ranks and old ranks meet. torch's limits
-# hold: the store of c10d ends with the rank that hosts it, and does not protect its contents. A
-# wait for ranks can time out, but cannot be aborted.
+# formed, the rendezvous has another name, so that new ranks and old ranks meet. torch sets limits:
+# the store of c10d ends with the rank that hosts it, and does not protect its contents. A wait for
+# ranks can time out, but cannot be aborted.
 
 JOIN_TIMEOUT = 25  # seconds for all ranks to come: less than the 30 s that agents wait for healing
 ETCD = {"etcd", "etcd-v2"}

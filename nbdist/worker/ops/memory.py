@@ -240,7 +240,8 @@ MAX_ENTRIES = 10_000  # entries of a container that are searched; fewer if time 
 SEVERAL = 8  # if a container has more tensors, they are shown as one entry
 MAX_LISTED_DEPTH = 8  # attributes and indices in a shown name, such as `model.layers[0]`
 LEAST_INSIDE = 1 << 10
-"""Bytes. In objects, smaller arrays are not shown, because libraries' objects have many of them."""
+"""The least bytes of an array in an object that is shown: libraries' objects have many small ones.
+"""
 
 LARGE_BYTES = 1 << 20  # the least size of a `bytes` object that is shown
 
@@ -297,10 +298,10 @@ class Search:
         return self._searched < MAX_SEARCHED_OBJECTS
 
     def _record(self, name: str, value: Any, depth: int) -> None:
-        """Add an entry to `results` for the memory of a value, if it has any that is new.
+        """Add an entry to `results` for the memory of a value, unless it was found before.
 
-        The objects in the value are not counted; but for a `_Several`, which stands for several
-        tensors, add one entry for all of them.
+        The entry does not count the objects in the value. But a `_Several` stands for several
+        tensors, and gets one entry for all of them.
         """
         if isinstance(value, _Several):
             self._record_several(name, value)
@@ -383,7 +384,10 @@ def _tensors_in(value: Any, depth: int = 1) -> Iterator[Any]:
 
 
 def own_attributes(value: Any) -> dict[str, Any]:
-    """Return a copy of an instance's `__dict__`, or {}, without calling code of its class."""
+    """Return a copy of an instance's `__dict__`, without calling code of its class.
+
+    Return {} if it has no `__dict__`.
+    """
     try:
         attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:

@@ -298,8 +298,8 @@ def _group_pids() -> set[int]:
 
 # --- functions of the notebook, and the debugger -----------------------------------------
 
-# Modules that every worker binds. If the caller has bound other modules to these names, calls use
-# the caller's modules.
+# Names of modules that every worker binds. If the notebook has bound other modules to these names,
+# functions of the notebook use its modules.
 READY_MODULES = ("torch", "dist")
 _left: dict[str, Any] = {}  # names that stayed bound after earlier calls, with their values
 

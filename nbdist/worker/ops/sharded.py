@@ -164,7 +164,10 @@ def find_mesh(of: Mesh, dims: tuple[str, ...] | None) -> Any:
 
 
 def find_tensor(number: int, requires_grad: bool, is_parameter: bool) -> Any:  # noqa: FBT001
-    """Return the DTensor with this number of `restoring`; a Parameter of it if `is_parameter`."""
+    """Return the DTensor that `restoring` has under this number, if `is_parameter` as a Parameter.
+
+    Unpickling calls this function.
+    """
     if is_parameter:
         return torch.nn.Parameter(_tensors[number], requires_grad)
     return _tensors[number].requires_grad_(requires_grad)
@@ -247,9 +250,9 @@ def _parameters(module: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 def is_sharded(value: Any) -> bool:
-    """Return True for a DTensor of which this rank has only a part, or a value made of such.
+    """Return True if this rank has only a part of a value.
 
-    The value can be a module or an optimizer.
+    The value is a DTensor, or a module or optimizer that has such DTensors as parameters.
     """
     if isinstance(value, torch.nn.Module):
         fsdp1 = dist_class("fsdp", "FullyShardedDataParallel")
