@@ -76,7 +76,7 @@ def _is_record(kind: Any) -> bool:
 
 @cache
 def _parts_of(kind: Any) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
-    """Return a type's origin and arguments, and the annotations of its fields by name.
+    """Return `get_origin` and `get_args` of a type, and the annotations of its fields by name.
 
     Only dataclasses and named tuples have fields.
     """

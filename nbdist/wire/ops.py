@@ -75,7 +75,7 @@ class GpuMemory(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The use of a rank's memory, in bytes."""
+    """How much memory a rank uses on the CPU and the GPU, and what holds most of it; in bytes."""
 
     pss: int
     peak: Peak

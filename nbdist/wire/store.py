@@ -171,7 +171,7 @@ class HostedStore:
         self._waits.clear()
 
     async def _wait_for(self, keys: tuple[str, ...], seconds: float) -> _Values | None:
-        """Wait until all keys exist; return their values, or None if this takes over `seconds`."""
+        """Wait until all keys exist; return their values, or None after `seconds` seconds."""
         if (values := self._found(keys)) is not None or not seconds:
             return values
         wait: asyncio.Future[_Values] = asyncio.get_running_loop().create_future()

@@ -199,7 +199,7 @@ class Receiving:
         return f"<Receiving {len(self._coming)} segments, {pieces}, has {len(self._segments)}>"
 
     async def copy_segments(self, refs: Iterable[SegmentRef]) -> str:
-        """Copy segments to this process; return "" at the end, or why memory does not suffice.
+        """Copy segments to this process; at the end return "", or why memory does not suffice.
 
         A segment that is gone, or that was dropped meanwhile, is no error: `places` then lacks it.
         """

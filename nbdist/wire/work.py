@@ -199,8 +199,8 @@ class InputReply(NamedTuple):
 class SigintSent:
     """Agent to worker: before this message, the agent has sent the worker a SIGINT.
 
-    The SIGINT is for the last task that was sent before this message.  If the worker has already
-    finished that task, it drops the SIGINT, which would otherwise interrupt a later task.
+    The SIGINT is for a task that was sent earlier.  If the worker has already finished that task,
+    it drops the SIGINT, which would otherwise interrupt a later task.
     """
 
 
