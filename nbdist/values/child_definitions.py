@@ -114,7 +114,7 @@ def _mark(value: Any) -> str:
 def _mark_all(kind: type | None = None) -> None:
     """Give marks to the functions and classes in `__main__`, or in the class `kind`.
 
-    Only those are marked whose names there are their own names.
+    Further names that are bound to a function or class, besides its own name, are skipped.
     """
     names = vars(kind) if kind else sys.modules["__main__"].__dict__
     prefix = f"{kind.__qualname__}." if kind else ""

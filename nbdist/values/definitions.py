@@ -191,7 +191,8 @@ def imported_submodules(
 ) -> list[types.ModuleType]:
     """Return the submodules that a function may use as attributes of packages.
 
-    The receiver must import them too, because importing a package may not import its submodules.
+    `names` are the global names that the function uses.  The receiver must import the submodules
+    too, because importing a package may not import its submodules.
     """
     used = (function.__globals__.get(name) for name in sorted(names))
     modules = (each for each in used if isinstance(each, types.ModuleType))

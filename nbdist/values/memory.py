@@ -48,7 +48,10 @@ def attributes_of_array(value: Any) -> dict[str, Any]:
 
 
 def span_of_tensor(data: Any) -> tuple[int, int]:
-    """Return the addresses where a tensor that is not empty begins and ends."""
+    """Return the address of the first byte of a tensor, and the address after its last byte.
+
+    The tensor must have elements.
+    """
     start = data.data_ptr()
     if data.is_contiguous():
         return start, start + data.nbytes
@@ -57,7 +60,10 @@ def span_of_tensor(data: Any) -> tuple[int, int]:
 
 
 def span_of_array(value: Any) -> tuple[int, int]:
-    """Return the addresses where a numpy array that is not empty begins and ends."""
+    """Return the lowest address of an element of a numpy array, and the address after the highest.
+
+    The array must have elements.
+    """
     at = value.__array_interface__["data"][0]
     steps = [step * (size - 1) for size, step in zip(value.shape, value.strides, strict=True)]
     below = sum(step for step in steps if step < 0)

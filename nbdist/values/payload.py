@@ -145,8 +145,8 @@ class Blank(_Open):
 
     def sealed(self) -> Segment:
         """Return the filled segment; from now on no process can write to it."""
-        # Seals, because no process may change or truncate memory that other processes have mapped:
-        # after truncating, reading the memory would kill them with SIGBUS.
+        # Seal the memory, so that no process can change or truncate what other processes have
+        # mapped.  If it were truncated, reading the memory would kill them with SIGBUS.
         fcntl.fcntl(self._fd, _F_ADD_SEALS, _SEALS)
         fd, self._fd = self._fd, -1
         return Segment(fd, self.sizes)
@@ -371,9 +371,9 @@ def _with_payloads(value: Any, change: Callable[[Payload], Payload]) -> Any:
 
 
 def localize(value: V, payload: Payload) -> V:
-    """Return the value, unpickled from `payload`, whose inner payloads this process can open.
+    """Return the value with segments in its inner payloads that this process can open.
 
-    They get the segments in `payload.within`.
+    The value was unpickled from `payload`, whose `within` has these segments.
     """
     return relocate(value, {path: ref for path, ref in payload.within if path != ref.path})
 

@@ -136,8 +136,8 @@ class Scan:
         self._named: dict[int, tuple[Any, Token]] = {}
         # Ids of the containers that belong to the object that is being read, and need no key.
         self._inlined: set[int] = set()
-        # By class: its slots, or None if it has a `__getstate__`; and the names of the tables that
-        # are empty in a new torch module, or no names for other classes.
+        # By class, two items: its slots, or None if it has a `__getstate__`; and for a class of
+        # torch modules, the names of the tables that are empty in a new module.
         self._kinds: dict[type, tuple[list[tuple[str, Any]] | None, frozenset[str]]] = {}
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
         self._torch: Any = torch if hasattr(torch, "UntypedStorage") else None
@@ -146,10 +146,9 @@ class Scan:
     # --- from object to object ------------------------------------------------------------
 
     def token(self, value: Any) -> Token:
-        """Return the token of a value: short data that changes if the value becomes another one.
+        """Return a value's `Token`, which represents it in the states of objects that refer to it.
 
-        It stands for the value in the state of an object that refers to the value.  If the scan
-        `adds`, `run` will read the objects to which the token refers.
+        If the scan `adds`, `run` will read the objects to which the token refers.
         """
         kind = type(value)
         if kind in ATOMIC:

@@ -155,7 +155,7 @@ class Reducer(NamedTuple):
 
 
 def reachable_keys(states: Mapping[int, ObjectState], keys: Iterable[int]) -> set[int]:
-    """Return `keys`, and the keys of all objects to which objects with these keys lead.
+    """Return `keys`, and the keys of all objects to which these objects refer, directly or not.
 
     `states` has the states of the objects by key.
     """
@@ -206,7 +206,7 @@ def optimizer_hooks(value: Any) -> dict[str, Any]:
 
 
 def own_attributes(value: Any) -> list[tuple[str, Any]]:
-    """Return (name, value) for the class and for each attribute of an object, without its items."""
+    """Return (name, value) for the class of a dict, list or other container, and its attributes."""
     return [(CLASS, type(value)), *getattr(value, "__dict__", {}).items()]
 
 

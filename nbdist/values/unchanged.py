@@ -49,9 +49,9 @@ class Parts:
     def entries_if_same(
         self, value: Any, parts: Sequence[Any], by_id: Mapping[int, LinkEntry]
     ) -> list[Any] | None:
-        """Return None if a part of the object `value` may have changed since its state was read.
+        """Return the entries of the parts of `value` that have keys, if no part has changed.
 
-        If no part has changed, return the entries of its parts that have keys.  `parts` are the
+        Return None if a part may have changed since the state of `value` was read.  `parts` are the
         parts that `value` has now, and `by_id` has the entries of objects with keys.
         """
         if len(parts) != self._count or type(value) is not self._kind:
