@@ -27,9 +27,9 @@ def copy_into(
     pairs.  In the values `tops`, each new object that was copied is replaced by its old object.
 
     Return two results.  The first has, by the id of each new object, the object that is used in its
-    place.  The second has the names of variables whose old values were not changed, because this
-    is impossible, for example because a tensor has another shape, or because the variable shares a
-    tensor or module with such a variable.
+    place.  The second has the names of variables whose old values could not be changed, for example
+    because a tensor has another shape.  It also has the variables that share a tensor or module
+    with these; their old values were not changed either.
     """
     failed, kept = set[str](), set[int]()
     while True:

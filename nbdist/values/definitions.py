@@ -209,9 +209,9 @@ def imported_submodules(
 def pop_slots(kind: type, state: dict[str, Any]) -> tuple[str, ...] | None:
     """Return the slots that a class itself defines; None if the class has no `__slots__`.
 
-    None also for a `NamedTuple`, whose class is always made with empty slots.  Remove from `state`,
-    the class's attributes to be pickled, the descriptors that Python made for the slots: they
-    cannot be pickled, and Python makes them again when the receiver makes the class.
+    None also for a `NamedTuple`, whose class is always made with empty slots.  `state` has the
+    attributes of the class that will be pickled.  The descriptors that Python made for the slots
+    are removed from it, as they cannot be pickled; the receiver's Python makes them again.
     """
     if "__slots__" not in kind.__dict__ or NamedTuple in kind.__dict__.get("__orig_bases__", ()):
         return None
@@ -357,7 +357,8 @@ def receiving_namespace() -> dict[str, Any]:
 
 
 MAIN = MadeBy(receiving_namespace)
-"""Stands in a pickle for the globals that `receiving_namespace` returns in the receiver."""
+"""Is pickled in place of a function's globals; the receiver calls `receiving_namespace` for them.
+"""
 
 
 def with_submodules(module: types.ModuleType, *submodules: str) -> types.ModuleType:
@@ -435,8 +436,8 @@ def _without_hooks(args: tuple[Any, ...], only: Container[type] | None = None) -
     """Within this context, a class can be made without calling some hooks of its bases.
 
     `args` are the arguments from which the class is made.  A hook is `__init_subclass__` of a base,
-    or a method of the metaclass.  The hooks of classes in `only` are not called; if `only` is None,
-    the hooks of all classes of `__main__` are not called.
+    or a method of the metaclass.  The hooks of the classes in `only` are skipped.  If `only` is
+    None, the hooks of all classes of `__main__` are skipped.
 
     These hooks have run in the sender, and their effects are sent with the classes.  If they ran
     again, a registry would have the class twice, or a global name of the hook would be missing.

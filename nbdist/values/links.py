@@ -298,8 +298,8 @@ class Blocks:
     def find_containing(self, start: int, end: int, root: int, device: str) -> MemoryBlock | None:
         """Return a block that contains the bytes from `start` to `end`; None if no block does.
 
-        The bytes are those of a tensor or array, and `root` is the address at which the memory of
-        which it is a view begins.
+        The bytes are those of a tensor or array.  This may be a view of bigger memory, which begins
+        at the address `root`.
         """
         for block in self._around(start, root, device):
             if block.owner() is None:
@@ -319,9 +319,9 @@ class Blocks:
     ) -> MemoryBlock:
         """Return a block that contains the bytes from `start` to `end`; make it if there is none.
 
-        The bytes are those of a tensor or array, and `root` has the bounds of the whole memory of
-        which it is a view.  `make_ref` returns a weak reference to the object that keeps the memory
-        alive.
+        The bytes are those of a tensor or array.  This may be a view of bigger memory, of which
+        `root` has the bounds.  `make_ref` returns a weak reference to the object that keeps the
+        memory alive.
         """
         if (block := self.find_containing(start, end, root[0], device)) is not None:
             block.add_owner(make_ref())

@@ -1,4 +1,4 @@
-"""Finds the addresses of tensors and arrays, the memory of which they are views, and mapped files.
+"""Finds out where tensors and arrays are in memory, and of which memory or file they are views.
 
 The notebook and workers use this file.  It needs neither torch nor numpy to be installed: the
 functions are called with objects of a library that the caller has imported.

@@ -256,7 +256,7 @@ class Payload(NamedTuple):
 
 
 PackedPayload = tuple[Payload, Segment | None]
-"""A payload, and its segment, if any, which must stay open until the receiver has opened it."""
+"""A payload, and its segment or None.  The segment must stay open until the receiver opens it."""
 
 
 def pack_frames(frames: Sequence[Buffer]) -> PackedPayload:
@@ -323,7 +323,7 @@ def open_payload(payload: Payload) -> list[Buffer]:
 # --- where segments are ----------------------------------------------------------------------
 
 Places = Mapping[str, SegmentRef]
-"""By the path of a segment: a copy of the segment on the machine of the process that reads it."""
+"""Copies of segments on the machine of the process that reads them, by the segments' own paths."""
 
 
 def refs_in(value: object) -> tuple[SegmentRef, ...]:

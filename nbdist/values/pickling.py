@@ -124,9 +124,10 @@ class _FirstFrame(io.BytesIO):
         self._checked_size = 0
 
     def write(self, data: Any) -> int:
-        """Append bytes to the file; in a sketch, append the digest of LONG_TEXT bytes or more.
+        """Append bytes to the file.
 
-        Raises NotEnoughMemory.
+        In a sketch, append only a digest if there are LONG_TEXT bytes or more.  Raises
+        NotEnoughMemory.
         """
         size = memoryview(data).nbytes
         if self._sketch and size >= LONG_TEXT:

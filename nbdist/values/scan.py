@@ -717,8 +717,8 @@ class Scan:
 def memory_key(value: Any, links: Links) -> int | None:
     """Return the key of the memory block of which a tensor or array is a view, or None.
 
-    None if the memory has no key, for other values, for a tensor or array without elements, and for
-    a tensor with an autograd graph, which would be lost.
+    None if the memory has no key, if `value` is another value, or if it has no elements.  None also
+    for a tensor with an autograd graph, because the graph would be lost.
     """
     try:
         return _memory_key(value, links)

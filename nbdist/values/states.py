@@ -27,8 +27,9 @@ ChangedParts = frozenset[Token] | None
 """The changed parts of an object; None for an object that is compared as a whole."""
 
 MAX_TEXT, MAX_PARTS, MAX_DIGEST = 256, 4096, 48
-"""Limits of states: the characters of a text that is its own token; the parts of an object that are
-compared one by one; and the bytes of a token that is its own digest."""
+"""Limits of states.  A text is its own token if it has at most MAX_TEXT characters.  An object's
+parts are compared one by one if they are at most MAX_PARTS.  A token is its own digest if it has at
+most MAX_DIGEST bytes."""
 
 HEAD_PART = "head"
 """The part of a state that cannot be changed in place.
@@ -50,8 +51,8 @@ class ObjectState:
     the object refers.
 
     `sample` is a value that is fast to compute, and by which a scan recognizes that the object has
-    not changed.  For big memory it is a digest of some pages, with the versions of the tensors in
-    the memory; for a tensor its address and layout; for a dict, list or instance a
+    not changed.  For big memory, it is a digest of some pages and the versions of the tensors in
+    the memory.  For a tensor, it is the address and layout.  For a dict, list or instance, it is a
     `nbdist.values.unchanged.Parts`.
     """
 

@@ -20,7 +20,7 @@ Reduced = Any
 """The return value of an object's `__reduce__`, or NotImplemented."""
 
 PINNED_MOST = 1 << 30
-"""Bytes up to which memory of a GPU is copied into pinned memory, which torch keeps for reuse."""
+"""The most bytes of a GPU that are copied into pinned memory, which torch keeps for reuse."""
 
 
 @dataclass(eq=False)

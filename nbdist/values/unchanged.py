@@ -81,9 +81,9 @@ def parts_of(
 ) -> Parts | None:
     """Return the `Parts` of an object, or None if it cannot have one.
 
-    This is so if it has too many parts, or a part that is neither a plain value, nor an object with
-    a key, nor an empty table.  `by_id` has the entries of objects with keys.  `empty` has the
-    positions in `parts` of empty tables.
+    Each part must be a plain value, an object with a key, or an empty table, and there must not be
+    too many parts.  `by_id` has the entries of objects with keys.  `empty` has the positions in
+    `parts` of empty tables.
     """
     if len(parts) > 2 * MAX_PARTS:  # names and values
         return None

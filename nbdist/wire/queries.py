@@ -99,7 +99,7 @@ class WorldInfo:
 
 
 class ReportedFailure(NamedTuple):
-    """A failure of a rank in a task; if `is_idle` is True, the rank failed after the task."""
+    """A failure of a rank during a task, or if `is_idle` is True, after the end of the task."""
 
     rank: int
     error: RankError

@@ -39,8 +39,8 @@ from nbdist.wire.frames import BadFrame
 Frame = bytes | memoryview
 
 HEADER = struct.Struct("<cQQ")
-"""The kind, the number of the message (0 for other kinds than MESSAGE), and the number of the last
-message that the sender has read."""
+"""The layout of a header: the kind, the number of the message (0 for other kinds than MESSAGE), and
+the number of the last message that the sender has read."""
 
 
 class FrameKind(Enum):
@@ -79,7 +79,10 @@ class Numbered:
 
     @property
     def has_read(self) -> bool:
-        """Whether this end has read a message that no header of its own has acknowledged yet."""
+        """Whether this end has read a message since it has last sent a header.
+
+        Each header acknowledges all messages that its sender has read.
+        """
         return self._acknowledged < self._last_read
 
     def message(self, frames: Sequence[Frame]) -> list[Frame]:
@@ -128,10 +131,9 @@ class Numbered:
 # --- segments of shared memory ----------------------------------------------------------------
 
 TRANSFER_PIECE, FIRST_WINDOW, MAX_WINDOW, MAX_DELAY = 1 << 20, 4, 16, 0.25
-"""The most bytes of a piece; how many pieces are in flight at first and at most; and the seconds by
-which a piece may be slower than the fastest piece before fewer pieces are requested at a time.
-
-Other messages wait behind the pieces that are in flight.
+"""A piece has up to TRANSFER_PIECE bytes.  FIRST_WINDOW pieces are in flight at first, and at most
+MAX_WINDOW.  If a piece takes MAX_DELAY seconds longer than the fastest piece, fewer pieces are
+requested at a time, because other messages wait behind the pieces that are in flight.
 """
 
 

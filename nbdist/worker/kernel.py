@@ -193,10 +193,11 @@ class WorkerKernel(IPythonKernel):
         restore_crash_file()
 
     async def _perform(self, work: Work, context: Context) -> tuple[BaseException | None, Any]:
-        """Run a cell or an op; return the exception that it raised, or None, and its value.
+        """Run a cell or an op; return (exception, value).
 
-        The value of a cell is the value of its last expression. Raises KeyboardInterrupt if Stop
-        interrupts IPython before or after the cell's own code.
+        The exception is None if none was raised. The value of a cell is the value of its last
+        expression. Raises KeyboardInterrupt if Stop interrupts IPython before or after the cell's
+        own code.
         """
         # Packed arguments may refer to objects that `end_idle` drops. So for a call with packed
         # arguments, `receive_values` calls `end_idle` once it has read the arguments.

@@ -177,10 +177,10 @@ class Probe:
     ) -> str:
         """Return the name of the operation in which the main thread waits for ranks, or "".
 
-        The name is mostly torch's name of a collective. With gloo, the thread waits for ranks in
-        two cases: it waits in a group's store; or it waits for a lock (a futex of Linux) after it
-        has begun a collective or called a function of torch.distributed. Flight Recorder alone
-        cannot tell this, because it does not record sends.
+        The name is mostly torch's name of a collective. With gloo, the thread counts as waiting for
+        ranks if it waits in a group's store. It also counts if it waits for a lock (a futex of
+        Linux) and has begun a collective or called a function of torch.distributed. Flight Recorder
+        alone cannot tell this, because it does not record sends.
         """
         if self._group is None:
             return ""

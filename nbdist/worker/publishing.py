@@ -47,7 +47,7 @@ ORDERED = {
     TRACKED_TYPE,
     WARNED_TYPE,
 }
-"""Types of messages whose order among the printed text matters: they are marked."""
+"""Types of messages whose place in the printed text matters; each such message gets a mark."""
 
 MAX_DISPLAY_LENGTH = 10_000_000  # characters of a display in one mime type; more goes to a file
 
@@ -63,7 +63,7 @@ MAX_BYTES_AHEAD = 2 << 20
 """After sending this many bytes of messages, a rank waits until its agent has read them."""
 
 OF_MESSAGE = 4 << 10
-"""Bytes that count for each message in addition to its size: small messages take time, too."""
+"""Bytes that are added to the size of each message, because small messages take time, too."""
 
 MAX_FILES_LENGTH = 200_000_000  # characters that a rank may write to files of large outputs, in all
 
@@ -81,7 +81,7 @@ class LargeOutputs:
         self.folder = folder
         self._file_room, self._files = MAX_FILES_LENGTH, 0
         self.remaining = MAX_TASK_DISPLAYS
-        """Characters that the task may still display before `SMALL_DISPLAY` limits each display."""
+        """How many characters the task may display until `SMALL_DISPLAY` limits each display."""
 
     def limit_content(self, kind: str, content: Any) -> Any:
         """Return a message's content; if it has large data, a copy with notes in place of the data.
@@ -147,7 +147,7 @@ class LargeOutputs:
 
 
 def _as_text(value: object) -> str:
-    """Return a display's data as text: a text itself, other data as JSON.
+    """Return a display's data as text: a text unchanged, and other data as JSON.
 
     Return "" for data that cannot become JSON.
     """
@@ -183,7 +183,7 @@ class MarkingSession(Session):
     """The exception whose traceback is being shown, and fields to add to its message."""
     large_outputs = LargeOutputs(None)
     catch_up: Callable[[], None] | None = None
-    """Waits until the agent has read all output.
+    """A function that waits until the agent has read all output.
 
     Without this wait iopub's queue, which has no limit, could use up all memory.
     """

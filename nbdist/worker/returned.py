@@ -105,7 +105,7 @@ class ReturnReducer:
 
 
 def _reduce_to(value: Any) -> tuple[Any, ...]:
-    """Return a reduction that makes pickle write `value` in place of another object."""
+    """Return what `__reduce__` of an object must return so that pickle writes `value` instead."""
     return getitem, ((value,), 0)
 
 

@@ -130,7 +130,7 @@ def short_traceback(tb: TracebackType | None) -> list[str]:
 # --- recursion: calls that repeat earlier calls -----------------------------------------------
 
 LONGEST_CYCLE, MIN_REPEATS = 8, 4
-"""Up to `LONGEST_CYCLE` calls in a row are folded if they repeat `MIN_REPEATS` times or more."""
+"""A series of up to `LONGEST_CYCLE` calls is folded if it repeats `MIN_REPEATS` times or more."""
 
 FOLDED = re.compile(r"<(… [\d,]+ calls of the same (?:line|\d lines))>")
 """Matches the file name of a stand-in call, which `without_recursion` puts in for folded calls."""
@@ -317,7 +317,9 @@ OF_GPUS = {
         f"another rank has it too: {OTHERS}, `--share-gpus` allows it"
     ),
 }
-"""By a pattern in a message of torch, CUDA or NCCL: why a GPU cannot be used, with a remedy."""
+"""Texts that say why a GPU cannot be used, and what to do.
+
+The key is a pattern that matches a message of torch, CUDA or NCCL."""
 
 NO_ROOM = re.compile(r"(CUDA|Cuda|HIP)\b.*out of memory", re.DOTALL)
 FULL = (

@@ -36,7 +36,7 @@ The last field is the count of its numbers that are NaN or infinite.
 
 _pending_calls: list[TrackCall] = []
 _call_counts: dict[str, int] = {}
-"""By name, how often the task has tracked it without `step`; 0 if always with `step`."""
+"""For each name, how many times the task has called `track` with the name and without `step`."""
 
 _points: dict[str, list[TrackedPoint]] = {}
 """By name, the points of the next message."""

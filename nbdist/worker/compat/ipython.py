@@ -131,7 +131,10 @@ class CellCompiler(XCachingCompiler):
     cell = CellCode()
 
     def get_code_name(self, raw_code: str, code: str, number: int) -> str:
-        """Return the file name for code: the notebook's name for the cell, or ipykernel's name."""
+        """Return the file name under which code is compiled.
+
+        This is `file` of the task's cell if the code is this cell, and otherwise ipykernel's name.
+        """
         if self.cell.file and raw_code == self.cell.text:
             return self.cell.file
         name: str = super().get_code_name(raw_code, code, number)

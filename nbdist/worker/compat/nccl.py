@@ -271,7 +271,7 @@ def adapter_of(backend: Any) -> Adapter:
 
 
 def when_nccl2_is_made(make: Callable[[Callable[[Any], Any], Any], Any]) -> None:
-    """Call `make(create, options)` whenever torch makes an nccl2 backend.
+    """Make torch call `make(create, options)` whenever it makes an nccl2 backend, from now on.
 
     `create(options)` makes the backend without connecting it, and `make` must return the backend.
     """
@@ -283,7 +283,7 @@ def when_nccl2_is_made(make: Callable[[Callable[[Any], Any], Any], Any]) -> None
 
 
 def when_legacy_is_made(made: Callable[[Any, Any, int, int, timedelta], None]) -> None:
-    """Call `made(backend, store, rank, size, timeout)` after torch has made a legacy backend.
+    """Make torch call `made(backend, store, rank, size, timeout)` after it makes a legacy backend.
 
     `made` is not called for a backend that torch splits from another one.
     """

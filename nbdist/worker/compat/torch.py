@@ -29,7 +29,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 VERSION = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
 
 RECORDS_GLOO = VERSION >= (2, 11) and hasattr(c10d, "_dump_fr_trace_json")
-"""Whether Flight Recorder has gloo's collectives; before torch 2.8 nothing can read it."""
+"""Whether torch's Flight Recorder has gloo's collectives, and nbdist can read it."""
 
 SETS_TIMEOUTS = VERSION >= (2, 9)
 """Whether the timeout of gloo's collectives can be changed once the group exists."""
@@ -186,8 +186,8 @@ def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
 def name_groups(choose: Callable[[str, Sequence[int], bool], str]) -> None:
     """Make torch call `choose(torch's name, ranks, is_hashed)` to name each new group.
 
-    With `is_hashed`, torch's own name is a hash of the ranks. Do nothing if this torch has no
-    function that names groups.
+    If the last argument is True, torch's own name is a hash of the ranks. Do nothing if this torch
+    has no function that names groups.
     """
     if not hasattr(distributed_c10d, "_process_group_name"):
         return
@@ -218,7 +218,7 @@ def takes_cpu(group: ProcessGroup) -> bool:
 
 
 def when_gloo_is_made(make: Callable[..., None]) -> Callable[..., None]:
-    """Call `make(backend, store, rank, size, ...)` instead of the `__init__` of gloo backends.
+    """Replace the `__init__` of gloo backends by a call `make(backend, store, rank, size, ...)`.
 
     Return the original `__init__`.
     """
@@ -232,7 +232,7 @@ def when_gloo_is_made(make: Callable[..., None]) -> Callable[..., None]:
 
 
 def when_tcp_store_is_made(make: Callable[..., None]) -> Callable[..., None]:
-    """Call `make` instead of the `__init__` of TCPStore; return the original `__init__`."""
+    """Replace the `__init__` of torch's TCPStore by `make`; return the original `__init__`."""
     original = TCPStore.__init__
     TCPStore.__init__ = make  # type: ignore[method-assign]
     return original

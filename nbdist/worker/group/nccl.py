@@ -308,8 +308,8 @@ class Recording:
     """Reads from Flight Recorder the collectives of gloo since the groups were last formed.
 
     torch counts a collective before it records the collective, and may wait for the GIL in between.
-    So a result can lack the newest collective although the counts include it. A result is kept for
-    later calls with the same counts only if all counted collectives have ended.
+    So a result can lack the newest collective although the counts include it. For this reason a
+    result is returned again by later calls only if all counted collectives had ended.
     """
 
     def __init__(self) -> None:

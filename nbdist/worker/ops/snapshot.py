@@ -83,8 +83,8 @@ def map_frames(path: Path, digest: str) -> list[memoryview]:
 def read_frames(path: Path, digest: str) -> list[memoryview]:
     """Return the frames of a file, copied to memory that is aligned as torch's memory is.
 
-    The last bits of some of torch's sums depend on the alignment. Without the copy, training would
-    not go on exactly as it would have without the snapshot. Raises what `map_frames` raises.
+    The last bits of some of torch's sums depend on the alignment. With the copy, training goes on
+    exactly as it would have gone on before the snapshot. Raises what `map_frames` raises.
     """
     frames = []
     for mapped in map_frames(path, digest):
