@@ -42,8 +42,9 @@ class Collective:
 class Begun:
     """A collective that a rank has begun in its cell, with its `number` in its `group`.
 
-    Only tensors that must be alike on all ranks of the group are described: `sizes` as in
-    `[2] [3, 4]`, `dtypes` by torch's names in C++ ("Float"), numbers of `elements` as in `2 12`.
+    The other fields describe its tensors, but only those that must be alike on all ranks of the
+    group.  For two tensors, `sizes` is a text such as `[2] [3, 4]`, and `elements` a text such as
+    `2 12`.  `dtypes` has torch's names of their dtypes in C++, such as "Float".
     """
 
     group: str

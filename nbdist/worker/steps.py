@@ -163,9 +163,9 @@ class StepCounter:
         raise KeyboardInterrupt
 
     def _watch_dropped(self) -> None:
-        """Make Python call `_count_dropped` for exceptions that Python drops.
+        """Make Python call `_count_dropped` for exceptions that nobody can catch, as in finalizers.
 
-        `_count_dropped` then calls the hook that user code may have set.
+        Python drops these. `_count_dropped` calls the hook that user code may have set for them.
         """
         # User code may set the hook to None, or delete it.
         hook = getattr(sys, "unraisablehook", None) or sys.__unraisablehook__

@@ -2,9 +2,10 @@
 
 `Legacy` is for the class that "nccl" means up to torch 2.14. From 2.15 on, this class is used with
 TORCH_DIST_USE_NCCL2=0 or by the name "nccl-legacy". It was tried on an H200 with torch 2.11.
-`Nccl2` is for the class that "nccl" means from 2.15 on, which was not tried on a GPU yet. The name
-of a backend tells its class; the version of torch alone does not. torch 2.14 has nccl2, too, but
-does not record its collectives: groups heal, but nbdist does not see which rank waits.
+`Nccl2` is for the class that "nccl" means from 2.15 on, which was not tried on a GPU yet. As any
+recent torch can have both classes, nbdist chooses by the name of a backend and not by the version
+of torch. torch 2.14 has nccl2, too, but does not record its collectives: groups heal, but nbdist
+does not see which rank waits.
 """
 
 from __future__ import annotations
