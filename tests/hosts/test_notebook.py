@@ -73,12 +73,10 @@ def test_a_breakpoint_stops_ranks_on_both_hosts(sshd: Sshd, hosts: list[Host]) -
         debug.start()
         debug.set_breakpoints(STEP, 3)
         debug.begin(STEP)
-        thread, frame = debug.stopped()
-        assert frame["name"] == "rank 0 · train_step"
+        thread, frame = debug.all_stopped(1, 0)
+        assert (frame["name"], frame["line"]) == ("rank 0 · train_step", 3)
         debug.request("next", threadId=thread)
-        thread, frame = debug.stopped()
-        debug.evaluate(frame, "%dist_debug -r 1")
-        thread, frame = debug.stopped()
+        thread, frame = debug.all_stopped(0, 1)
         assert (frame["name"], frame["line"]) == ("rank 1 · train_step", 4)
         assert debug.evaluate(frame, "os.uname().nodename") == "'node2'"
         debug.request("continue", threadId=thread)

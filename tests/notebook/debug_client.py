@@ -132,6 +132,20 @@ class DebugClient:
         thread = int(self.next_event("stopped")["threadId"])
         return thread, self.stack(thread)[0]
 
+    def all_stopped(self, *ranks: int) -> tuple[int, Message]:
+        """Wait until all these ranks have stopped, however late, and show them in this order.
+
+        Returns the thread of the last rank and its innermost frame, as `stopped` does.
+        """
+        thread, frame = self.stopped()
+        for rank in ranks:
+            title = f"rank {rank} · "
+            if not frame["name"].startswith(title):
+                self.evaluate(frame, f"%dist_debug -r {rank}")
+            while not frame["name"].startswith(title):
+                thread, frame = self.stopped()
+        return thread, frame
+
     def variables(self, frame: Message) -> dict[str, Message]:
         """Return the variables in all scopes of a frame, by name."""
         scopes = self.request("scopes", frameId=frame["id"])["scopes"]

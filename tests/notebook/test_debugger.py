@@ -64,10 +64,13 @@ def test_ranks_step_together_over_a_collective(debug: DebugClient) -> None:
     frames = [(each["name"], each["line"], each["source"]["path"]) for each in debug.stack(thread)]
     assert frames == [("rank 0 · train_step", 3, path), ("rank 0 · <module>", 7, path)]
     assert debug.variables(frame)["weight"]["value"] == "tensor([1.])"
-    for line in (4, 5):
-        debug.request("next", threadId=thread)
-        thread, frame = debug.stopped()
+    debug.evaluate(frame, "%dist_debug -r 1")
+    for line in (3, 4):
+        thread, frame = debug.all_stopped(1, 0)
         assert frame["line"] == line
+        debug.request("next", threadId=thread)
+    thread, frame = debug.all_stopped(0)
+    assert frame["line"] == 5
     assert debug.evaluate(frame, "gradient.item()") == "3.0"
     debug.evaluate(frame, "gradient.mul_(10)")
     assert "weight 30.0" in go_on(debug, thread)
