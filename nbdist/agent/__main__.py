@@ -33,10 +33,10 @@ def main() -> None:
 
 
 def serve_head(number: int) -> str:
-    """Serve the head that the ticket on stdin names; `number` is this node's number, or -1 for any.
+    """Run the agent of a world on several machines, whose head is at the addresses in the ticket.
 
-    Returns what kept the agent from starting, or why the agent lost the head, or "".  A fork server
-    imports torch while this process searches for the head.
+    The ticket comes on stdin.  `number` is this node's number; with -1 the head chooses one.
+    Returns "", or why the agent could not start or has given up its connection to the head.
     """
     from nbdist.cluster.client import NoWay, find_route, read_ticket
     from nbdist.cluster.ticket import BadTicket

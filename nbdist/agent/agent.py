@@ -1,7 +1,8 @@
 """The agent, which starts and ends the workers of one machine, and passes messages on to them.
 
-`nbdist.agent.__main__` runs an `Agent` in the agent's process.  This file connects the parts of
-that process: the link to the notebook or head, worker processes, outbox and interrupts.
+`nbdist.agent.__main__` runs an `Agent` in the agent's process.  An `Agent` connects the parts of
+that process: the link to the notebook or head, the workers, the queue of their outputs (`Outbox`),
+and the code that interrupts ranks.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ RELEASE_TIMEOUT = 1.0  # seconds for workers to release values that the notebook
 
 
 class Agent:
-    """Carries out a notebook's messages, and reports what this machine's workers do.
+    """Runs the workers of this machine as messages request, and sends their outputs back.
 
-    The notebook's calls that change the world are carried out one after the other.  With a `route`
-    the agent serves a head in place of a notebook, and the ranks form their groups through the
-    head's store.  Without a route they form their groups through a file.
+    The messages come from the notebook.  If `route` is given, the world has several machines: the
+    messages come from its head, at the address in `route`, and the ranks form their groups through
+    the head's store.  Without `route` the ranks form their groups through a file.  Requests that
+    start, heal, scale or stop the world are carried out one after the other.
     """
 
     def __init__(
@@ -95,9 +97,9 @@ class Agent:
         return f"<Agent {os.getpid()} ranks {sorted(self._workers.all)} {self._outbox}>"
 
     async def serve(self) -> str:
-        """Work until the notebook or head no longer needs this agent.
+        """Carry out messages until the notebook or head no longer needs this agent.
 
-        Returns why the connection to the head was lost, or "".
+        Returns "", or why the agent has given up its connection to the head.
         """
         asyncio.get_running_loop().set_exception_handler(self._serving.on_loop_error)
         self._children.attach()
@@ -110,8 +112,8 @@ class Agent:
         try:
             await self._serving.run_until_stopped()
         finally:
-            # The fork server is killed, because it would not see a closed socket during an import.
-            # Nothing needs the fork server any more: this process gets the exit codes itself.
+            # Kill the fork server, because it would not notice a closed socket during an import.
+            # Workers do not need the fork server any more, since this process is their parent.
             if self._forker:
                 self._forker.close()
             await self._workers.stop(grace=0.0)
@@ -128,9 +130,10 @@ class Agent:
         self._link.send(message)
 
     def _emit(self, rank: int, task_id: str, output: Output) -> None:
-        """Pass an output of a rank to the task's supervision, and queue it for the notebook.
+        """Queue an output of a rank for the notebook, and report it to the supervision of tasks.
 
-        Supervision runs in the head if there is a head, and in this process otherwise.
+        The supervision finds ranks that wait for ever.  It runs in the head if the world has a
+        head, and in this process otherwise.
         """
         if self._notebook is not None:
             self._notebook.observe(rank, task_id, output)
@@ -210,7 +213,10 @@ class Agent:
             self._workers.all[rank].run(run)
 
     def _spare(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Keep Stop from killing these ranks until Stop is pressed again; return the live ranks."""
+        """Kill none of these ranks, even if they ignore Stop, until Stop is pressed again.
+
+        Returns those of the ranks that are alive and are not being killed already.
+        """
         spared = [worker for worker in self._workers.alive(ranks) if not worker.is_killed]
         self._step_stops.spare(spared)
         return tuple(worker.rank for worker in spared)
@@ -227,7 +233,7 @@ class Agent:
         return tuple(await asyncio.gather(*map(read, workers)))
 
     async def execute(self, request: node_messages.PartRequest[Any]) -> Any:
-        """Carry out a request of `GroupFormation` or the head; return the answer."""
+        """Carry out a request that `GroupFormation` or the head has sent, and return the answer."""
         match request:
             case node_messages.GetClock():
                 return time.time_ns()

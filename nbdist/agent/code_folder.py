@@ -39,9 +39,9 @@ MADE_BY_PYTHON = "__pycache__"
 
 
 class CodeFolder:
-    """The copy of the notebook's files for this node's workers, beside files that cells write.
+    """This node's folder with copies of the notebook's files; cells may write more files there.
 
-    `path` is the folder that workers use in place of the notebook's; None while there is no copy.
+    `path` is the working directory of this node's workers, or None while there is no copy.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,10 @@ class CodeFolder:
         self._sent = frozenset[str]()
 
     def answer(self, request: GetCode | PutCode) -> CodeHeld:
-        """Carry out the request; return whether this node has the code, or why unpacking failed."""
+        """Return whether this node has the notebook's files, or why they could not be unpacked.
+
+        The archive of a `PutCode` request is unpacked first, once its last part has come.
+        """
         host = socket.gethostname()
         match request:
             case GetCode(_, mark) if self.path is None and mark and mark == Landmark.of(mark.path):
@@ -74,14 +77,17 @@ class CodeFolder:
         return CodeHeld(host, is_here=self._digest == request.digest)
 
     def with_folder(self, spec: WorldSpec) -> WorldSpec:
-        """Return the spec, with the copy in place of the notebook's folder if there is a copy."""
+        """Return `spec` with the copy in place of the notebook's folder in `cwd` and `sys_path`.
+
+        Returns `spec` unchanged if there is no copy.
+        """
         if self.path is None:
             return spec
         path = (moved_path(entry, spec.cwd, str(self.path)) for entry in spec.sys_path)
         return replace(spec, cwd=str(self.path), sys_path=tuple(path))
 
     def close(self) -> None:
-        """Remove the files that were sent, and the folder unless cells have written files there."""
+        """Remove the files that the notebook sent; keep the folder if cells have written files."""
         if self.path is None:
             return
         os.close(self._claim)
@@ -110,9 +116,10 @@ class CodeFolder:
 
 
 def remove(folder: Path) -> list[str]:
-    """Remove the files that the notebook sent, and the folder if only bytecode is left.
+    """Remove the notebook's files from `folder`, a folder that a `CodeFolder` has made.
 
-    Returns the paths of all other files, which cells have written.
+    Returns the paths of the other files, which cells have written.  If there are none besides
+    Python's bytecode, `folder` is removed, too.
     """
     code = folder / FILES
     with suppress(OSError):
@@ -130,7 +137,7 @@ def remove(folder: Path) -> list[str]:
 
 
 def remove_dead_folders(parent: Path) -> None:
-    """Remove the folders of killed agents, as `remove` does; folders of running agents stay."""
+    """Call `remove` for each code folder in `parent` whose agent was killed."""
     for folder in parent.glob(CODE_FOLDER_PREFIX + folders.MADE):
         if (lock := folders.join(folder, fcntl.LOCK_EX)) is not None:
             os.close(lock)
@@ -138,10 +145,10 @@ def remove_dead_folders(parent: Path) -> None:
 
 
 def _files_of(archive: bytes | bytearray) -> Mapping[str, tuple[bytes, int]]:
-    """Return content and mode (only the owner's bits) of each file in an archive, by its path.
+    """Return, by path, the content and the mode (only the owner's bits) of each file in an archive.
 
-    Raises OSError if a member is no plain file, or its path could lead out of the folder, and
-    zlib.error or TarError if the archive is damaged.
+    Raises OSError if the archive has anything but plain files, or a path that could lead out of the
+    folder.  Raises zlib.error or TarError if the archive is damaged.
     """
     files = {}
     with tarfile.open(fileobj=io.BytesIO(zlib.decompress(archive))) as tar:
@@ -156,15 +163,16 @@ def _files_of(archive: bytes | bytearray) -> Mapping[str, tuple[bytes, int]]:
 def _is_below(folder: Path, file: Path) -> bool:
     """Return True if no folder between `folder` and `file` is a symbolic link.
 
-    Cells could make such links, and writing or removing files must not follow them.
+    A cell could make such a link.  Through the link, nbdist would write or remove files elsewhere.
     """
     return file.parent.resolve() == folder.resolve() / file.parent.relative_to(folder)
 
 
 def _replace(folder: Path, path: str, content: bytes, mode: int) -> None:
-    """Write a file, unless its content and mode are the same already.
+    """Write `content` to the file `path` in `folder`, unless the file is the same already.
 
-    The file is replaced atomically, because a worker may be reading it.
+    The file is replaced atomically, because a worker may be reading it.  Raises OSError if `path`
+    leads through a symbolic link.
     """
     file = folder / path
     if not _is_below(folder, file):
@@ -179,9 +187,9 @@ def _replace(folder: Path, path: str, content: bytes, mode: int) -> None:
 
 
 def _unlink(folder: Path, path: str) -> None:
-    """Remove a file that was sent, and the folders inside `folder` that become empty.
+    """Remove the file `path` from `folder`, and the folders inside `folder` that become empty.
 
-    Does nothing if a folder of the path is a symbolic link, which could lead elsewhere.
+    Does nothing if `path` leads through a symbolic link.
     """
     file = folder / path
     if not _is_below(folder, file):
@@ -199,7 +207,10 @@ def _unlink(folder: Path, path: str) -> None:
 
 
 def _drop_compiled(file: Path) -> None:
-    """Remove a module's bytecode, which Python would use for a new file of equal time and size."""
+    """Remove the bytecode of a module whose file was replaced or removed.
+
+    Python would use the old bytecode if a new file has the same size and time of change.
+    """
     if file.suffix == ".py":
         for compiled in (file.parent / MADE_BY_PYTHON).glob(f"{file.stem}.*.pyc"):
             compiled.unlink(missing_ok=True)

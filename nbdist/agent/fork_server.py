@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 def start_guarded(
     runtime: Path, notebook_pid: int | None, *, fork_server: bool, grace: float = 0.0
 ) -> tuple[Guard, ForkServerProcess | None]:
-    """Fork this process (`fork_below_guard`), and start a fork server if `fork_server`.
+    """Fork a child that becomes the agent or head, and start a fork server if `fork_server`.
 
-    The parent becomes the guard.  The function returns in the child, which goes on as agent or
-    head.  Exits with a message if a process cannot be started.
+    Returns only in the child.  This process becomes the child's guard; `fork_below_guard` explains
+    the guard and `grace`.  Exits with a message if a process cannot be started.
     """
     raise_file_limit()
     try:
@@ -51,11 +51,10 @@ def start_guarded(
 
 
 def _clean_up_after_kill(last_word: bytes) -> None:
-    """Report to the head, if there is one, that the agent was killed; remove its code folder.
+    """Report to the head that the agent was killed, and remove the code folders of killed agents.
 
-    Code folders of other killed agents are removed, too.  The guard calls this function with all
-    bytes that the agent has sent to the guard.  If there is a head, these bytes end with a line
-    that the guard sends to the head.
+    The agent's guard calls this function.  `last_word` has all bytes that the agent has sent to the
+    guard.  If the world has a head, they end with a line for `report_killed_agent`.
     """
     # Imported here, because an agent imports next to nothing before it forks its guard.
     if last_word.endswith(b"\n"):
@@ -89,14 +88,17 @@ class Imported:
 
 
 class Forked(NamedTuple):
-    """Fork server to agent: a worker was forked, and soon becomes the agent's child."""
+    """Fork server to agent: the worker of this request was forked, with this `pid`.
+
+    The worker becomes a child of the agent.
+    """
 
     number: int
     pid: int
 
 
 class ForkFailed(NamedTuple):
-    """Fork server to agent: the worker could not be forked, for this errno."""
+    """Fork server to agent: the worker of this request could not be forked; why is in `errno`."""
 
     number: int
     errno: int
@@ -160,7 +162,7 @@ IMPORTED_AT_START = (
     "tornado.platform.asyncio",
     "tornado.queues",
 )
-"""Modules that a worker needs to run its first cell, found by comparing `sys.modules`."""
+"""Modules that a worker needs to run its first cell; the fork server imports them at its start."""
 
 IMPORTED_WHEN_IDLE = (
     "pygments.formatters.terminal256",
@@ -197,9 +199,9 @@ FIT_FOR_FORKS = {
     # which forked processes could not use any more.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-"""Environment variables that the fork server gets in addition, unless the agent has set them.
+"""Environment variables of the fork server, unless the agent's own environment sets them.
 
-A forked worker does not keep them: it gets the variables of its world."""
+Forked workers do not keep these variables: a worker gets the variables of its world."""
 
 
 def import_all() -> None:
@@ -212,9 +214,9 @@ def import_all() -> None:
 
 
 def import_if_possible(name: str) -> None:
-    """Import a module ahead of its use; print an error, unless a module is missing.
+    """Import a module before it is needed.  A missing module is ignored; other errors are printed.
 
-    Workers do not depend on this: each worker imports what it uses.
+    If the import fails, workers that need the module import it themselves.
     """
     try:
         import_module(name)
@@ -227,7 +229,7 @@ def import_if_possible(name: str) -> None:
 
 
 def makes_idle_imports() -> bool:
-    """Return False if NBDIST_IDLE_IMPORTS=0 in the environment forbids imports while idle."""
+    """Return False if NBDIST_IDLE_IMPORTS=0 tells the fork server not to import while idle."""
     return os.environ.get("NBDIST_IDLE_IMPORTS") != "0"
 
 
@@ -249,7 +251,7 @@ class ForkServer:
     def serve(self) -> WorkerStart | None:
         """Serve requests until the agent has exited, then return None.
 
-        Returns also in each worker that was forked, with the `WorkerStart` of the worker's request.
+        In each worker that is forked meanwhile, return the `WorkerStart` of that worker instead.
         """
         while True:
             idle = max(0.0, self._idle_from - time.monotonic()) if self._to_import else None
@@ -269,9 +271,9 @@ class ForkServer:
     def _receive(self) -> list[Fork] | None:
         """Return requests that arrive within `TOGETHER` of each other; None if the agent exited.
 
-        The agent sends the requests of a world's ranks one after the other.  Requests that are
-        returned together need only one intermediate process (`_fork_all`).  A process for each
-        request would take 10 ms more for each rank.
+        The agent sends the requests for a world's ranks one after the other.  One intermediate
+        process can fork all workers whose requests are returned together (`_fork_all`).  An
+        intermediate process for each rank would take 10 ms more for each rank.
         """
         requests: list[Fork] = []
         while True:
@@ -286,9 +288,9 @@ class ForkServer:
     def _fork_all(self, requests: list[Fork]) -> WorkerStart | None:
         """Fork a worker for each request.  Return None, or in a worker its `WorkerStart`.
 
-        An intermediate process forks the workers and exits.  So the workers become children of the
-        agent, which adopts orphans, as if it had spawned them.  In a worker, `serve` returns to its
-        caller, and only the descriptors of the worker's own request stay open.
+        An intermediate process forks the workers and exits.  The agent, which adopts orphans, then
+        becomes the workers' parent, as if it had spawned them.  In a worker, only the descriptors
+        of the worker's own request stay open.
         """
         given = [[self._descriptors.popleft() for _ in range(DESCRIPTORS)] for _ in requests]
         if any(request.start.world.for_training for request in requests):
@@ -307,7 +309,10 @@ class ForkServer:
         return None
 
     def _fork_each(self, requests: list[Fork], given: list[list[int]]) -> WorkerStart:
-        """Fork the workers in the intermediate process, then exit; returns only in a worker."""
+        """Fork a worker for each request, then exit.  Return only in a worker: its `WorkerStart`.
+
+        Runs in the intermediate process.  `given` has the descriptors of each request.
+        """
         for request, descriptors in zip(requests, given, strict=True):
             if pid := self._fork([request]):
                 self.send(Forked(request.number, pid))
@@ -317,7 +322,10 @@ class ForkServer:
         os._exit(0)
 
     def _fork(self, requests: list[Fork]) -> int | None:
-        """Fork as `os.fork` does.  On failure send `ForkFailed` for each request; return None."""
+        """Return the result of `os.fork`; if it fails, send the agent `ForkFailed` and return None.
+
+        `requests` are the requests that fail if the fork fails.
+        """
         try:
             return os.fork()
         except OSError as error:
@@ -326,7 +334,10 @@ class ForkServer:
         return None
 
     def _become_leader(self, outputs: list[int], all_given: set[int]) -> None:
-        """Make this fork the leader of a new session, and give it its own stdout and stderr."""
+        """Make this worker the leader of a new session, with `outputs` as its stdout and stderr.
+
+        Closes `all_given`, the descriptors of all workers' requests.
+        """
         gc.enable()
         # The worker also leads a process group of Unix, to which the agent can send signals.
         os.setsid()
@@ -339,7 +350,7 @@ class ForkServer:
 
 
 def main() -> None:
-    """Run the fork server; in a forked child, where `serve` returns too, become a worker."""
+    """Run the fork server.  `serve` also returns in each forked child, which becomes a worker."""
     agent, agent_pid = socket.socket(fileno=int(sys.argv[1])), os.getppid()
     import_all()
     fork_server = ForkServer(agent)

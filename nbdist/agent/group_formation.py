@@ -23,17 +23,17 @@ _T = TypeVar("_T")
 
 
 class NodeWorkers(Protocol):
-    """A machine with workers.  For a lost machine the answer to a request is `PartRequest.lost`."""
+    """A machine with workers, to which `GroupFormation` sends requests."""
 
     async def execute(self, request: part.PartRequest[_T]) -> _T:
-        """Carry out the request and return the answer."""
+        """Carry out the request and return the answer, or `lost_answer` if the machine is lost."""
 
 
 class GroupFormation:
-    """Starts, heals and scales a world.
+    """Starts, heals and scales a world by requests to its machines.
 
-    `parts` maps the number of each node to its machine.  With `on_one_machine` the only number is
-    0: that machine has all ranks, also the ranks of nodes that are only simulated.
+    `parts` has the machines by the number of their node.  With `on_one_machine` there is only
+    machine 0, which has all ranks, even if the world's spec simulates several nodes.
     """
 
     def __init__(self, parts: Mapping[int, NodeWorkers], *, on_one_machine: bool = False) -> None:
@@ -46,7 +46,7 @@ class GroupFormation:
         self._logs: dict[int, str] = {}
 
     async def start(self, spec: WorldSpec) -> WorldStarted | StartFailure:
-        """Start all ranks at once.  If a rank fails, stop all ranks and return a failure."""
+        """Start all ranks of the world.  If a rank fails, stop all ranks and return the failure."""
         self.spec = spec
         self.attempt += 1
         self.generation = self._sized_in = 1
@@ -79,9 +79,9 @@ class GroupFormation:
     async def heal(self, spec: WorldSpec | None = None) -> Healed:
         """Start the ranks that have no live process, and form the group of all ranks again.
 
-        If a rank has no live process after an attempt, another attempt is made, up to `HEAL_TRIES`
-        attempts.  If a machine does not answer which ranks it has, no worker is started or killed.
-        A given `spec` replaces the world's spec.
+        If a rank has no live process after an attempt, the attempt is repeated, up to `HEAL_TRIES`
+        attempts in all.  If a machine does not answer which of its ranks are alive, no worker is
+        started or killed.  `spec`, if given, becomes the world's spec.
         """
         self.spec = spec or self.spec
         assert self.spec is not None
@@ -93,11 +93,12 @@ class GroupFormation:
         return Healed(*self.pids_and_logs(), self.spec, problem)
 
     async def scale(self, spec: WorldSpec, keep: Sequence[int]) -> Healed:
-        """Change the number of ranks; the present ranks in `keep` stay, and become ranks 0, 1, ...
+        """Give the world the size in `spec`; the present ranks in `keep` become ranks 0, 1, ...
 
-        The other ranks are stopped, and new ranks are started.  The world keeps its size if the
-        machines cannot start new ranks, or if all present ranks stay with their numbers and no
-        group can be formed with the new ranks.  In this case `not_scaled` in the answer says why.
+        The other present ranks are stopped, and the ranks that are missing then are started.  The
+        world keeps its old size if a machine is not ready to start new ranks.  The world returns to
+        its old size if ranks were only added and no group can be formed with them.  In both cases
+        `not_scaled` in the answer says why.
         """
         assert self.spec is not None
         before, size = self.spec, self.spec.world_size
@@ -125,10 +126,10 @@ class GroupFormation:
         self._logs = {became[rank]: folder for rank, folder in self._logs.items()}
 
     async def _form_anew(self, spec: WorldSpec) -> tuple[str, bool]:
-        """Form the group of all ranks again; return the problem, or "", and whether that is final.
+        """Form the group of all ranks again.
 
-        The result is not final if a rank has no live process, because another attempt would start
-        that rank.
+        Returns why this failed, or "", and whether the result is final.  It is not final if another
+        attempt could start a rank that has no live process.
         """
         by_node = self._ranks_on(spec)
         answers = await self._ask(dict.fromkeys(by_node, part.GetHeld()))
@@ -161,10 +162,9 @@ class GroupFormation:
     def _ranks_on(
         self, spec: WorldSpec, ranks: Iterable[int] | None = None
     ) -> dict[int, tuple[int, ...]]:
-        """Return the ranks on each machine, by the machine's number in `parts`.
+        """Return, by the number of a machine in `parts`, which of `ranks` are on the machine.
 
-        With `ranks` only these ranks are returned.  Ranks that the world does not have are left
-        out.
+        By default, return all ranks of the world.  Ranks that the world does not have are left out.
         """
         nodes = nodes_of(spec)
         if self._on_one_machine:
@@ -177,9 +177,10 @@ class GroupFormation:
     async def _ask_until_failure(
         self, requests: Mapping[int, part.PartRequest[_T]], has_failed: Callable[[_T], bool]
     ) -> list[_T]:
-        """Send a request to each node; return all answers, in no fixed order.
+        """Send each node its request; return all answers, in no fixed order.
 
-        After the first failure the forming is called off on the nodes that have not yet answered.
+        When an answer is a failure (`has_failed`), send `CallOff` to the nodes that have not yet
+        answered, so that their ranks stop waiting for the failed node.
         """
         answers: list[_T] = []
         waiting = {asyncio.ensure_future(self.parts[n].execute(r)): n for n, r in requests.items()}
@@ -209,12 +210,15 @@ class GroupFormation:
 
 
 def nodes_of(spec: WorldSpec) -> dict[int, int]:
-    """Return the number of each rank's node, by rank; 0 if the world's spec names no nodes."""
+    """Return the number of each rank's node, by rank."""
     return dict(enumerate(spec.nodes))
 
 
 def group_by_node(ranks: Iterable[int], node_of: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-    """Return the ranks on each node; ranks without a node are left out."""
+    """Return, by node, which of `ranks` are on it; `node_of` has the node of each rank.
+
+    Ranks that `node_of` lacks are left out.
+    """
     ranks_on: dict[int, tuple[int, ...]] = {}
     for rank in ranks:
         if rank in node_of:
@@ -223,11 +227,11 @@ def group_by_node(ranks: Iterable[int], node_of: Mapping[int, int]) -> dict[int,
 
 
 def groups_to_keep(groups: Mapping[int, HeldGroups | None], world_size: int) -> part.Groups | None:
-    """Return the ranks of each group that a survivor has, by the group's name; pure.
+    """Return the groups that survivors keep and reconnect: the ranks of each, by its name; pure.
 
-    The groups in the result are reconnected.  Returns None, because no group can be kept, if a
-    survivor's default group has another size, or has the survivor as another rank.  A survivor
-    without an answer (None in `groups`) is left out.
+    `groups` has the answer of each survivor, by rank; None if a survivor has not answered.  Returns
+    None if all groups must be made again, because some survivor's default group does not have
+    `world_size` ranks, or has that survivor as another rank.
     """
     answered = {rank: each for rank, each in groups.items() if each is not None}
     if any((each.rank, each.world_size) != (rank, world_size) for rank, each in answered.items()):

@@ -1,6 +1,7 @@
 """Finds out whether ranks that wait in collectives can ever go on.
 
-`nbdist.agent.supervisor` uses this module in the process that serves the notebook.  No I/O here.
+`nbdist.agent.supervisor` uses this module in the process that serves the notebook.  This module
+does no I/O.
 
 There are two kinds of deadlock.  In the first, some ranks have finished the task or do not run it,
 all others wait in collectives, and no data moves between them.  In the second, all ranks wait, and
@@ -30,11 +31,11 @@ noticed that yet, Pair::signalException skips the messages that could not be wri
 
 
 class HangDetector:
-    """Remembers the last two places of a task's unfinished ranks, and decides if the ranks hang.
+    """Decides whether the ranks that have not finished a task hang, by their last two places.
 
-    The detector also says when the ranks must be located again.  A rank's place (`RankPosition`) is
-    its line, the collective in which it waits, and facts that show whether the collective makes
-    progress.  Times are monotonic seconds.
+    A rank's place (`RankPosition`) is its line of code, the collective in which it waits, and facts
+    that show whether the collective makes progress.  The caller requests the places from the ranks;
+    the detector says when the next request is due.  Times are monotonic seconds.
     """
 
     def __init__(self, started: float, hang_timeout: float) -> None:
@@ -49,30 +50,37 @@ class HangDetector:
         self._fast_since: float | None = None
 
     def poll_fast(self, now: float) -> None:
-        """Have ranks located often for `FAST_SECONDS` after the first call; ignore later calls."""
+        """Let requests for places follow each other quickly (`SOON`) for the next `FAST_SECONDS`.
+
+        Only the first call has an effect.
+        """
         if self._fast_since is None:
             self._fast_since = now
             self._next = min(self._next, now + SOON)
 
     def restart(self) -> None:
-        """Forget how long places have not changed: a rank has finished, so others may go on."""
+        """Begin to measure again how long no place has changed.
+
+        The caller does this when a rank has finished, because other ranks may go on then.
+        """
         self._polls = 0
         self._since.clear()
 
     def seconds_to_poll(self, now: float) -> float:
-        """Return the seconds until the ranks must be located again."""
+        """Return the seconds until the next request for places is due."""
         return max(0.0, self._next - now)
 
     def record_request(self, now: float) -> None:
-        """Record a request for places, to repeat it if no answer comes in `LOCATED_TIMEOUT`."""
+        """Record that places were requested; the next request is due after `LOCATED_TIMEOUT`."""
         self._next = now + LOCATED_TIMEOUT
 
     def record_places(
         self, places: Mapping[int, RankPosition], now: float, in_flight: int = 0
     ) -> None:
-        """Store the places of the unfinished ranks, and choose when to locate them again.
+        """Store the places of the unfinished ranks, and choose when the next request is due.
 
-        `in_flight` counts packets of all ranks, also of finished ones, that are not acknowledged.
+        `in_flight` is how many TCP packets of gloo, sent by any rank of the world, the receivers
+        have not acknowledged.
         """
         self._before, self.places = self.places, dict(places)
         self._in_flight = in_flight
@@ -93,8 +101,8 @@ class HangDetector:
     ) -> bool:
         """Return True if all `unfinished` ranks wait in collectives in which no data moves.
 
-        A rank in which gloo's threads seem active counts only if its place has not changed for
-        `unchanged` seconds.
+        A rank whose gloo threads seem to work counts as moving data until its place has not changed
+        for `unchanged` seconds.
         """
         ranks = tuple(unfinished)
         are_idle = self._polls >= 2 and all(self._is_idle(rank, now, unchanged) for rank in ranks)
@@ -105,12 +113,13 @@ class HangDetector:
     def is_dead_end(
         self, ranks: Iterable[int], now: float, *, is_known: bool, runs_ahead: bool = False
     ) -> bool:
-        """Return True if all ranks of the world wait for each other for ever.
+        """Return True if all ranks of the world wait in collectives that can never complete.
 
-        `ranks` are all ranks.  `is_known` means that their calls are known not to match.  Without
-        `is_known`, the result is True only if no place has changed for `ALL_UNCHANGED` seconds, and
-        no rank has another thread or a GPU that could end its wait.  `runs_ahead` is True with
-        nccl, with which a rank can finish a task before its collectives complete (`Rules`).
+        `ranks` are all ranks of the world.  If `is_known`, the caller knows that the ranks have
+        called different collectives.  Otherwise, the result is True only if no place has changed
+        for `ALL_UNCHANGED` seconds and no thread or GPU of a rank could end the rank's wait.
+        `runs_ahead` is True with nccl, where a rank can finish a task before its collectives
+        complete.
         """
         ranks = tuple(ranks)
         # With nccl `is_calm` is never True, so the time without a change has to decide.
@@ -132,7 +141,10 @@ class HangDetector:
         return is_calm or now - self._since[rank] >= unchanged
 
     def unwakeable_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Return the ranks that still wait, with idle gloo threads, after `UNWAKEABLE_ABORTS`."""
+        """Return the ranks that `UNWAKEABLE_ABORTS` aborts have not woken from a collective.
+
+        Only ranks whose gloo threads are idle are returned.
+        """
 
         def is_one(rank: int) -> bool:
             place, (before, times) = self.places.get(rank), self._aborts.get(rank, (None, 0))
@@ -143,10 +155,10 @@ class HangDetector:
         return tuple(filter(is_one, ranks))
 
     def record_abort(self, now: float) -> None:
-        """Record that the collectives of all ranks are being aborted.
+        """Record that collectives are being aborted; the next request for places is due soon.
 
-        Counts the abort for each rank in its present place, and forgets the places.  The ranks are
-        located again soon, to see which of them still wait.
+        Counts the abort for each rank whose place is known.  The count of a rank begins again at 1
+        when the rank's place has changed since the last abort.
         """
         before, self._aborts = self._aborts, {}
         for rank, place in self.places.items():

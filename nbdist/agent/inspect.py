@@ -51,9 +51,10 @@ NO_CELL_LINE = "no line of the cell runs: variables are being received or sent"
 
 
 async def stack_of(worker: Worker) -> Stack:
-    """Return where a worker is, with its stack; read its memory if the worker does not answer.
+    """Return where in its code a worker is, with its stack.
 
-    For a worker that is starting or dead, only the state is returned.
+    The worker is asked first; if it does not answer, the stack is read from its memory.  The stack
+    is empty for a worker that is starting or dead.
     """
     state = worker.state
     if state in ("starting", "dead"):
@@ -76,9 +77,9 @@ async def stack_of(worker: Worker) -> Stack:
 
 
 async def secrets_of(worker: Worker) -> RankSecrets:
-    """Return the secrets in a rank's environment: given to the rank, or set by its cells.
+    """Return the values of the secret environment variables of a rank.
 
-    If the rank does not answer, the secrets that cells have set are missing.
+    Variables that cells have set are included only if the rank answers.
     """
     start, task = worker.start_info, worker.task
     changed = task.around.environ if task and task.around else {}
@@ -92,9 +93,10 @@ async def secrets_of(worker: Worker) -> RankSecrets:
 async def ask_idle_worker(
     workers: Sequence[Worker], question: TypingQuestion
 ) -> Completions | Description | None:
-    """Return the answer of an idle worker to a question of a front end.
+    """Ask an idle worker for completions, or for the description of a name; return the answer.
 
-    At most two idle workers are asked, one after the other; None if neither answers in time.
+    If the first idle worker does not answer in time, one more is asked.  Returns None if neither
+    answers, or if no worker is idle.
     """
     for worker in [each for each in workers if each.state == "idle"][:2]:
         answer = await worker.ask(question, CONSULT_TIMEOUT)
@@ -148,9 +150,9 @@ async def _status_of(worker: Worker) -> WorkerStatus:
 async def _ask(
     worker: Worker, request: control.ControlRequest, timeout: float
 ) -> control.ControlReply | None:
-    """Return the answer, or None without an answer.
+    """Return the worker's answer, or None if it does not answer within `timeout` seconds.
 
-    If a signal has stopped the process, which therefore cannot answer, a `RankPosition` says so.
+    If a signal such as SIGSTOP has stopped the worker, return a `RankPosition` with `is_stopped`.
     """
     if not is_stopped(worker.pid):
         answer = await worker.ask(request, timeout)
@@ -162,9 +164,9 @@ async def _ask(
 async def place_from_outside(
     worker: Worker, timeout: float
 ) -> tuple[RankPosition, list[StackFrame]]:
-    """Return the place and the stack of a rank that cannot answer, read from the rank's memory.
+    """Return the place and the stack of a rank that does not answer, read from the rank's memory.
 
-    The stack's frames begin with the innermost; there are none if the memory cannot be read.
+    The innermost frame comes first.  There are no frames if the memory cannot be read in time.
     """
     task = worker.task
     frames = frames_of(await worker.stacks.sample(worker.pid, timeout), task)
@@ -200,12 +202,13 @@ async def _place_of_silent(worker: Worker, turn: _Turn) -> RankPosition:
 
 
 class _Turn:
-    """Decides whether a rank that does not answer in time has had enough processor time to answer.
+    """A context in which a rank's answer is awaited; `judge` says if a silent rank holds its GIL.
 
-    A silent rank need not hold the GIL: other processes may have had the processors, or this
-    process, which reads the answer, may have had none.  The waits of all threads are added up,
-    because an answer may need several threads one after the other.  Measuring begins after a
-    quarter of the timeout, so it costs nothing for ranks that answer at once.
+    On a busy machine a rank may be silent because the rank or this process got no processor, and
+    not because C code holds the rank's GIL.  So this class measures how long both processes have
+    waited for a processor.  The waits of all threads are added up, because an answer may need
+    several threads one after the other.  Measuring begins after a quarter of `timeout`, so it costs
+    nothing for ranks that answer at once.
     """
 
     def __init__(self, worker: Worker, timeout: float) -> None:
@@ -225,7 +228,7 @@ class _Turn:
         self._clocks = [OwnTime(self._pid), OwnTime(os.getpid())]
 
     def judge(self, place: RankPosition) -> RankPosition:
-        """Return a silent rank's `place`, with `holds_gil` only if the rank had time to answer."""
+        """Return `place`, but with `holds_gil=False` if the rank had too little time to answer."""
         if not (place.holds_gil and self._clocks):
             return replace(place, holds_gil=False)
         waited = sum(sum(clock.waits()) for clock in self._clocks)
@@ -236,9 +239,9 @@ class _Turn:
 async def _last_collective(
     worker: Worker, timeout: float = STATUS_TIMEOUT
 ) -> Collective | control.Ok | None:
-    """Return the worker's last collective, `Ok` if there was none, or None without an answer.
+    """Return the worker's last collective; `Ok` if there was none, None if no answer comes in time.
 
-    The worker is not asked again while an earlier question is unanswered.
+    While an earlier question is unanswered, wait for its answer instead of asking again.
     """
     if worker.last_collective is None or worker.last_collective.done():
         asking = _ask(worker, control.LastCollective(), LAST_TIMEOUT)
@@ -261,10 +264,10 @@ class _Count(NamedTuple):
 
 
 class MemoryGauge:
-    """Counts the memory of processes, and remembers each count because counting is slow.
+    """Measures the memory of processes by counting their pages, and keeps each count for a while.
 
-    Counting the pages of a process takes 6 ms for 200 MB, and 15 ms more for each GB.  Reading how
-    many pages are private takes 0.1 ms.
+    Counting takes 6 ms for a process with 200 MB, and 15 ms more for each GB.  Reading how much
+    memory is private, which Linux counts itself, takes 0.1 ms.
     """
 
     def __init__(self) -> None:
@@ -274,11 +277,12 @@ class MemoryGauge:
     async def read(
         self, pids: Sequence[int], timeout: float, fresh: float = FRESH_SECONDS
     ) -> dict[int, int]:
-        """Return the bytes of each process: its PSS, where a page shared by n processes counts 1/n.
+        """Return the memory (PSS) of each process in bytes; a page that n processes share is 1/n.
 
-        A process that was counted less than `fresh` seconds ago, or not within `timeout` seconds,
-        gets its last count, corrected by the change of its private pages.  A process that was
-        never counted gets its private pages.
+        Pages are counted again only if the last count is more than `fresh` seconds old.  If that
+        takes longer than `timeout` seconds, or is not necessary, the result is the last count plus
+        the growth of private memory since then.  A process that was never counted gets its private
+        memory, and a process that has exited gets 0.
         """
         counts, now = list(self._counts.items()), time.monotonic()
         self._counts = {pid: count for pid, count in counts if pid in pids}
@@ -293,7 +297,7 @@ class MemoryGauge:
 
     @property
     def cost(self) -> float:
-        """The processor seconds of the last counts of all processes, added up."""
+        """How many processor seconds it took to count the pages of all processes the last time."""
         return sum(count.seconds for count in [*self._counts.values()])
 
     def _current_size(self, pid: int) -> int:
@@ -308,7 +312,10 @@ class MemoryGauge:
         return self._counts.get(pid, _Count())
 
     def _count(self, pids: Sequence[int], deadline: float) -> None:
-        """Count pages of processes until the deadline, new processes first; runs in a thread."""
+        """Count the pages of processes until the monotonic time `deadline`; runs in a thread.
+
+        Processes that were never counted come first.
+        """
         for pid in sorted(pids, key=lambda pid: pid in self._counts):
             if time.monotonic() > deadline:
                 return
@@ -328,7 +335,7 @@ class GpuGauge:
 
     @cached_property
     def _nvml(self) -> Any:
-        """The `pynvml` module, initialised; None without the module or a working driver."""
+        """The initialised module `pynvml`, or None if the module or NVIDIA's driver is missing."""
         try:
             import pynvml
         except ImportError:
@@ -339,10 +346,10 @@ class GpuGauge:
         return None
 
     def read(self, names: Iterable[str], environ: Mapping[str, str]) -> dict[str, Gpu]:
-        """Return the state of each GPU by its name; GPUs that cannot be read are left out.
+        """Return the memory and load of the GPUs `names`; GPUs that cannot be read are left out.
 
-        Reading a GPU takes 1 ms, and longer the first time.  The workers' `environ` may set
-        CUDA_DEVICE_ORDER, which changes the names of GPUs.
+        `environ` is the workers' environment, whose CUDA_DEVICE_ORDER can change which GPU a name
+        means.  Reading a GPU takes 1 ms, and longer the first time.
         """
         gpus: dict[str, Gpu] = {}
         for name in sorted({*names}) if self._nvml else ():
@@ -392,11 +399,13 @@ FIRST_USAGE_DELAY = 1.0  # seconds into a task until usage is first read
 USAGE_INTERVAL = 2.0  # seconds between reports
 COUNT_TIMEOUT = 1.0  # seconds for a count of pages, and for reading GPUs
 MIN_COUNT_SECONDS, LARGEST_SHARE = 10.0, 0.005
-"""Seconds for which a count of pages is used at least, and the share of a core to count at most."""
+"""The least seconds for which a count of pages is used, and the largest share of a core to count.
+
+If counts would take more than this share, each count is used for longer."""
 
 
 class UsageWatch:
-    """Reports memory and GPUs of busy workers to the notebook every few seconds, by `send`."""
+    """Sends the notebook a report on the memory and GPUs of busy workers every few seconds."""
 
     def __init__(self, send: Callable[[UsageReport], None]) -> None:
         self.memory = MemoryGauge()
@@ -406,7 +415,7 @@ class UsageWatch:
         self.is_on = False
 
     def watch(self, busy: Callable[[], Sequence[Worker]]) -> Coroutine[Any, Any, None]:
-        """Return a coroutine that reports what workers use, until `busy` returns no worker.
+        """Return a coroutine that sends reports as long as `busy` returns any workers.
 
         `is_on` is True from this call until the coroutine has ended.
         """
@@ -428,7 +437,7 @@ class UsageWatch:
 
     @property
     def fresh_seconds(self) -> float:
-        """How many seconds a count of pages is used, so that repeated counts stay cheap."""
+        """For how many seconds a count of pages is used; longer if counting takes long."""
         return max(MIN_COUNT_SECONDS, self.memory.cost / LARGEST_SHARE)
 
     async def gpus(self, workers: Sequence[Worker], timeout: float) -> dict[int, Gpu]:

@@ -1,8 +1,8 @@
 """Interrupts ranks when the user presses Stop: by SIGINT, by aborts of collectives, or by a kill.
 
 Only a rank that is stuck is killed.  Runs in the agent, where `StepStops` decides when a rank is
-interrupted.  *Own seconds* are a rank's own time (`OwnTime`), so that a rank which is slow on a
-busy machine does not count as stuck.
+interrupted.  *Own seconds* of a rank do not include seconds in which the rank waited for a
+processor (`OwnTime`), so that a slow rank on a busy machine does not count as stuck.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ def is_stuck(sight: InterruptedRank) -> bool:
 
 
 def has_missed_stop(sight: InterruptedRank) -> bool:
-    """Return True if a rank still sleeps in its code, as if SIGINT had not reached it; pure.
+    """Return True if a rank still sleeps in its code, as if it had got no SIGINT; pure.
 
-    Python prints and drops exceptions of finalizers and callbacks, also KeyboardInterrupt.  A rank
-    that does not answer is left out, because it may be cleaning up.
+    Python may have dropped the KeyboardInterrupt, as it drops every exception of a finalizer or
+    callback.  Returns False for a rank that does not answer, because it may be cleaning up.
     """
     place = sight.place
     is_unknown = place.holds_gil or place.is_stopped
@@ -146,10 +146,10 @@ class _Stopped:
 
     @property
     def may_be_waiting(self) -> bool:
-        """Whether the rank does not answer and has hardly run since it was interrupted.
+        """Whether the rank does not answer, and has hardly run since it was interrupted.
 
-        Such a rank may wait in a collective on a very busy machine, or may sleep in C code that
-        holds the GIL while other ranks wait for the rank.
+        On a very busy machine such a rank may wait in a collective.  It may also sleep in C code
+        that holds the GIL, while other ranks wait for it in a collective.
         """
         return self._place.holds_gil and self._is_asleep and not self.is_over
 
@@ -174,10 +174,10 @@ class _Stopped:
         )
 
     def must_remind(self, sight: InterruptedRank) -> bool:
-        """Return True if the rank must get SIGINT once more; the caller sends it.
+        """Return True if the caller must send the rank another SIGINT.
 
-        A SIGINT is due after each KeyboardInterrupt that the rank reports as dropped by Python.  A
-        rank that reports none, but sleeps in its code, gets one more SIGINT in all.
+        The rank must get another SIGINT each time it reports that Python has dropped a further
+        KeyboardInterrupt.  A rank that reports none, but sleeps in its code, gets one more in all.
         """
         place = sight.place
         is_running = place.is_in_code and not place.is_cleaning_up
@@ -196,9 +196,9 @@ class _Stopped:
 class Interrupter:
     """Interrupts ranks, and watches each rank until the rank has left its task or has exited.
 
-    `abort` gets the ids of tasks.  It aborts the collectives of all ranks except ranks that run
-    another task, and returns whether all ranks have answered.  `report` is called before each
-    abort: it gets the `RankPosition` of each rank that is known to wait in a collective.
+    `abort` is called with the ids of the interrupted tasks.  It must abort the collectives of all
+    ranks but those that run other tasks, and return whether all ranks have answered.  Before each
+    abort, `report` is called with the place of each rank that is known to wait in a collective.
     """
 
     def __init__(
@@ -222,10 +222,10 @@ class Interrupter:
     ) -> Iterator[Coroutine[Any, Any, None]]:
         """Send SIGINT to `ranks`; yield coroutines that the caller must run concurrently.
 
-        The coroutines watch the interrupted ranks: they abort collectives in which a rank waits,
-        and kill a rank that is stuck.  The caller must exhaust the generator, because the signals
-        are sent during the iteration.  The ranks in `have_stopped` get no SIGINT, because they have
-        raised KeyboardInterrupt at the common step; only their prompts for input are refused.
+        The coroutines abort collectives in which an interrupted rank waits, and kill a rank that is
+        stuck.  The caller must exhaust the generator, because the signals are sent during the
+        iteration.  Ranks in `have_stopped` get no SIGINT, because they have already raised
+        KeyboardInterrupt at the common step; only their requests for input are refused.
         """
         for rank in ranks:
             if rank in have_stopped:
@@ -244,15 +244,18 @@ class Interrupter:
             yield self._abort_repeatedly()
 
     def spare(self, ranks: Iterable[Worker]) -> None:
-        """Do not kill interrupted `ranks`, even if they are stuck, unless Stop is pressed again."""
+        """Kill none of `ranks`, even if they are stuck, unless Stop is pressed again.
+
+        Ignores ranks that are not interrupted at present.
+        """
         for rank in ranks:
             if rank in self._stopped:
                 self._stopped[rank].is_spared = True
 
     async def _watch_rank(self, stopped: _Stopped) -> None:
-        """Wait until the rank has left its task; kill it if it is stuck.
+        """Wait until an interrupted rank has left its task, and kill the rank if it is stuck.
 
-        A rank that seems not to have noticed its SIGINT gets one more.
+        A rank that seems not to have noticed SIGINT gets another one.
         """
         rank = stopped.rank
         while not stopped.is_over:
@@ -273,7 +276,7 @@ class Interrupter:
             del self._stopped[rank]
 
     async def _abort_repeatedly(self) -> None:
-        """Abort collectives, repeatedly, while an interrupted rank waits or may be waiting."""
+        """Abort collectives repeatedly while an interrupted rank waits, or may wait, in one."""
         try:
             while self._stopped:
                 await asyncio.sleep(LOCATE_EVERY)

@@ -49,10 +49,10 @@ NO_COMM = "(`{}` wants a connection to the page, which ranks cannot open)"
 BAD_WIDGET = "(a message of a widget was dropped: {})"
 TOO_DEEP = "(a `{}` was dropped: it has more than {} levels of lists and dictionaries)"
 MODEL_NAMES = ("_model_name", "_model_module", "_model_module_version")
-"""Entries that must be strings in a widget's state: by them a page finds the widget's class."""
+"""Entries of a widget's state that must be strings; a page finds the widget's class by them."""
 
 MAX_LEVELS = 100
-"""The deepest nesting of JSON that is relayed: `pickle` and `json` fail at some hundreds."""
+"""The deepest nesting of JSON that is sent on; `pickle` and `json` fail at some hundreds."""
 
 ENDING = "`%dist_shutdown` ends all workers."
 
@@ -60,9 +60,9 @@ ENDING = "`%dist_shutdown` ends all workers."
 class KernelMessage(NamedTuple):
     """A Jupyter message of a worker.
 
-    A mark in the worker's stdout shows before which text a message belongs; `number` is the number
-    of this mark, 0 without a mark.  `extras` has the metadata that nbdist's worker has added, such
-    as the time of an error; `metadata` has all other metadata.
+    A mark in the worker's stdout shows where in the text the message belongs.  `number` is the
+    number of this mark, or 0 if the message has no mark.  `extras` has the metadata that nbdist has
+    added in the worker, such as the time of an error.  `metadata` has all other metadata.
     """
 
     kind: str
@@ -79,7 +79,10 @@ class BadWidgetMessage(ValueError):
 
 
 def message_from(session: Session, frames: list[bytes]) -> KernelMessage | None:
-    """Read a Jupyter message; log a warning and return None if the frames are no such message."""
+    """Return the Jupyter message in these frames.
+
+    Logs a warning and returns None if the frames are no Jupyter message.
+    """
     try:
         raw = session.deserialize(session.feed_identities(frames)[1], content=False)
         metadata = {**raw["metadata"]}
@@ -122,10 +125,10 @@ def is_deeper(value: object, levels: int) -> bool:
 
 
 def output_from(message: KernelMessage) -> events.Output | None:
-    """Turn a message into an output; None for a kind that is not relayed, or a malformed message.
+    """Return the output that a message shows; None if it shows none or is malformed.
 
-    A line of output takes the place of a widget's message that no page could use, and of a message
-    that is nested too deep.
+    If a widget's message is of no use to a page, or if a message is nested too deep, the output is
+    a line of text that says so.
     """
     if message.is_too_deep:
         return _line(TOO_DEEP.format(message.kind, MAX_LEVELS))
@@ -199,9 +202,9 @@ def _tracked(content: Mapping[str, Any]) -> events.Tracked:
 
 
 def _bundles(content: Mapping[str, Any]) -> tuple[events.MimeBundle, events.MimeBundle]:
-    """Return data by mime type, and metadata.
+    """Return the data of a display by mime type, and the metadata of the display.
 
-    The data of texts and images becomes a string, or stays a list of strings.
+    Data of texts and images that is neither a string nor a list of strings becomes a string.
     """
     data: dict[str, Any] = {**content["data"]}
     for mime, value in data.items():
@@ -212,10 +215,10 @@ def _bundles(content: Mapping[str, Any]) -> tuple[events.MimeBundle, events.Mime
 
 
 def _comm(message: KernelMessage) -> events.Output:
-    """Turn a rank's message to a widget in the page into an output.
+    """Return a comm message of a rank, for a widget in the page, as an output.
 
-    If a message opens a comm that is not a widget's, the output is a line which says that ranks
-    cannot do that.
+    If the message opens a comm that is no widget's, the output is a line of text which says that
+    ranks cannot open such a comm.
     """
     content, kind = message.content, message.kind
     target = str(content["target_name"]) if kind == "comm_open" else ""
@@ -229,7 +232,10 @@ def _comm(message: KernelMessage) -> events.Output:
 
 
 def _check_widget(data: object, *, is_open: bool) -> None:
-    """Raise BadWidgetMessage if the notebook cannot update the widget's state from this data."""
+    """Raise BadWidgetMessage if a page cannot use `data`, the data of a widget's message.
+
+    A message that opens a widget (`is_open`) must have the widget's state.
+    """
     if not isinstance(data, dict):
         raise BadWidgetMessage("its data is no dictionary")
     state = data.get("state", None if is_open else {})
@@ -253,7 +259,10 @@ def _line(text: str) -> events.Display:
 
 
 def user_failure(failure: events.Failure) -> events.Failure:
-    """Return the failure without frames of `HIDDEN_FILES`; a SystemExit gets a sentence as text."""
+    """Return the failure without the frames of `HIDDEN_FILES` in its traceback.
+
+    The traceback of a SystemExit is replaced by a sentence that says what `sys.exit` did.
+    """
     plain = ((frame, ANSI.sub("", frame)) for frame in failure.traceback)
     traceback = tuple(
         frame for frame, text in plain if not any(part in text for part in HIDDEN_FILES)
@@ -278,8 +287,8 @@ RETRY_SECONDS = 0.02  # seconds between two `Announce` requests
 class FrameConnection(asyncio.Protocol):
     """The agent's side of a connection to a worker.
 
-    `on_frame` gets each frame, and may raise BadFrame.  `on_lost` is called once, after the last
-    frame: with a BadFrame, or with None if the connection was closed.
+    `on_frame` is called with each frame, and may raise BadFrame.  `on_lost` is called once, after
+    the last frame, with the BadFrame, or with None if the connection was closed.
     """
 
     def __init__(
@@ -307,9 +316,10 @@ class FrameConnection(asyncio.Protocol):
 
 
 class KernelClient:
-    """The connections to a worker's kernel.
+    """The agent's connections to a worker's kernel.
 
-    `on_output` gets the number of each numbered iopub message, and the message's output or None.
+    For each iopub message with a mark in stdout, `on_output` is called with the number of the mark,
+    and with the output that the message shows, or None.
     """
 
     def __init__(
@@ -387,9 +397,10 @@ class KernelClient:
     async def ask(
         self, request: control.ControlRequest, timeout: float, exited: asyncio.Future[int]
     ) -> control.ControlReply | None:
-        """Return the control thread's answer.
+        """Send a request to the worker's control thread, and return the answer.
 
-        Returns None without a connection, without an answer in `timeout`, or if the worker exits.
+        Returns None if no answer comes in `timeout` seconds, if the worker exits (`exited`), or if
+        there is no connection.
         """
         if self._control is None:
             return None
@@ -403,7 +414,7 @@ class KernelClient:
             del self._answers[number]
 
     def shut_down(self) -> None:
-        """Let the idle worker exit, by closing the connection for tasks."""
+        """Close the connection for tasks, so that the idle worker exits."""
         if self._tasks is not None:
             self._tasks.close()
 

@@ -1,7 +1,8 @@
 """The unix sockets in the runtime folder at which an agent or head answers other processes.
 
-At the `Listener`, programs such as `nbdist status` and `nbdist mcp` ask about the world, and
-notebooks attach to it.  At the `StoreWindow` of an agent, workers use the head's store.
+Programs such as `nbdist status` and `nbdist mcp` connect to the `Listener` to ask about the world,
+and notebooks to attach to it.  Workers connect to the `StoreWindow` of their agent, which passes
+their store operations on to the head.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ NOTEBOOK_NAME = "JPY_SESSION_NAME"  # the variable in which Jupyter's server nam
 def with_ranks(
     info: queries.WorldInfo, spec: WorldSpec | None, ranks: tuple[WorkerStatus, ...]
 ) -> queries.WorldInfo:
-    """Return the answer to `DescribeRanks`: the description of the world, completed by its ranks.
+    """Return `info`, the description of the world, with the state of its ranks added.
 
-    `spec` is None before the first start, when there are no ranks.
+    The result answers a `DescribeRanks` question.  `spec` is None if no world was started yet.
     """
     notebook = os.environ.get(NOTEBOOK_NAME, "")
     info = replace(info, notebook_name=notebook, at=time.monotonic())
@@ -54,7 +55,10 @@ def with_ranks(
 
 
 class Door:
-    """A unix socket in the runtime folder that serves processes of this user."""
+    """A unix socket in the runtime folder that serves other processes of this user.
+
+    Subclasses define how a connection is served.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -143,7 +147,7 @@ class Listener(Door):
         self._add_ranks, self._link, self._read = add_ranks, link, read
 
     async def open(self) -> None:
-        """Begin to listen; only log a warning on failure: a world works without its listener."""
+        """Begin to listen, or log a warning if that fails: a world works without a listener."""
         try:
             await super().open()
         except OSError as error:
@@ -184,7 +188,10 @@ class Listener(Door):
                     self._link.attach_connection_closed(pid)
 
     def _connections_of(self, kind: type[queries.QueryMessage] | None) -> list[asyncio.Task[None]]:
-        """Return the connections with this kind of question (None: not yet read), oldest first."""
+        """Return the connections whose question is of this class, oldest first.
+
+        With None, return the connections whose question has not arrived yet.
+        """
         return [task for task, question in self._connections.items() if question is kind]
 
     async def _answer(self, question: queries.QueryMessage) -> queries.QueryMessage | None:
@@ -231,9 +238,9 @@ AskStore = Callable[[store.Operation], Awaitable[store.StoreReply]]
 
 
 class StoreWindow(Door):
-    """Passes the store operations of workers on to the head by `ask`, and returns the answers.
+    """Passes the store operations of this machine's workers on to the head's store, by `ask`.
 
-    A connection may send its next operation only after the answer to the previous one.
+    On each connection a worker must await the answer to an operation before it sends the next.
     """
 
     def __init__(self, runtime: Path, ask: AskStore) -> None:
@@ -258,7 +265,11 @@ class StoreWindow(Door):
             log.warning("a process of the world can ask the store no more: %s", error)
 
     async def _answer(self, operation: store.Operation, reader: asyncio.StreamReader) -> bytes:
-        """Return the answer as a frame; empty if the worker has closed the connection meanwhile."""
+        """Return the store's answer to an operation as a frame.
+
+        Returns b"" if the worker closes its connection before the answer comes.  Raises BadFrame if
+        the worker sends more before the answer comes.
+        """
         answer = asyncio.ensure_future(self._ask(operation))
         extra = asyncio.ensure_future(reader.read(1))
         try:

@@ -67,7 +67,7 @@ class NotebookLink:
     """
 
     problem = ""
-    """Always empty, since the end of a notebook is no error; `HeadLink.problem` can be a reason."""
+    """Always "", because a notebook's exit is no error.  `HeadLink.problem` can be a reason."""
 
     def __init__(
         self,
@@ -119,7 +119,11 @@ class NotebookLink:
         self._stream.send(pack(messages.Hello(__version__, os.getpid(), socket.gethostname())))
 
     def send(self, message: messages.Up) -> None:
-        """Record a message and send it; if there is no notebook, acknowledge outputs for it."""
+        """Send a message to the notebook, and record it for the next notebook.
+
+        While the world is detached, the message is only recorded, and outputs count as
+        acknowledged, so that the `Outbox` goes on.
+        """
         self._record.record_sent(message)
         self._supervision.report(message)
         if isinstance(message, messages.Outputs):
@@ -171,19 +175,20 @@ class NotebookLink:
             self._deliver(message)
 
     def _deliver(self, message: messages.Down) -> None:
-        """Record a message of the notebook or of `Supervision`, and carry the message out."""
+        """Record a message that the notebook or `Supervision` has sent, and call `on_message`."""
         self._record.record_received(message)
         self._on_message(message)
 
     def observe(self, rank: int, task_id: str, output: Output) -> None:
-        """Pass an output to `Supervision`, before the output waits to be sent to the notebook."""
+        """Pass an output of a rank to `Supervision` at once, even if the notebook is busy."""
         self._supervision.observe(rank, task_id, output)
 
     def _open_segments(self, state: messages.HandoverState) -> messages.HandoverState:
-        """Open the shared memory of the set-up cells here, so that it outlives the notebook.
+        """Open the shared memory of the set-up cells in this process, so that it stays available.
 
-        The returned message refers to the segments that this process has opened.  Segments of
-        earlier messages that are no longer needed are closed.
+        Without this, the memory would be gone when the notebook exits.  The returned message refers
+        to the segments that this process has opened.  Segments of earlier messages that are no
+        longer needed are closed.
         """
         opened: dict[str, Segment] = {}
         new_refs: dict[str, SegmentRef] = {}
@@ -216,7 +221,10 @@ class NotebookLink:
         self._watched_fds = []
 
     def _notebook_ended(self) -> None:
-        """Detach or shut down the world, because the notebook has ended or has released it."""
+        """Detach the world, or shut it down if it does not have the `detach` option.
+
+        Called when the notebook has exited or has released the world.
+        """
         if self._stream is None:
             return
         self._unwatch_all()
@@ -244,9 +252,10 @@ class NotebookLink:
         self._live_in_flight = self._replayed_in_flight = 0
 
     def attach_connection_closed(self, pid: int) -> None:
-        """Handle that a notebook has closed its attach connection to the `Listener`.
+        """Detach or shut down the world, because the attached notebook `pid` has disconnected.
 
-        Does nothing if another notebook has the world by now.
+        The notebook has closed its connection to the `Listener`.  Does nothing if another notebook
+        has the world by now.
         """
         if pid == self.notebook_pid:
             self._notebook_ended()
@@ -256,7 +265,10 @@ class NotebookLink:
         return record.has_world and bool(record.pending_calls or self._has_machines())
 
     def _is_notebook_alive(self) -> bool:
-        """Return True if the notebook runs; polls, as the event loop may notice an exit later."""
+        """Return True if the notebook's process runs.
+
+        Asks Linux, because the event loop may not have noticed yet that the notebook has exited.
+        """
         if self._stream is None:
             return False
         poller = select.poll()
@@ -271,11 +283,11 @@ class NotebookLink:
 
     @property
     def tasks(self) -> Inspection:
-        """The last task, and the last task in which, or after which, a rank failed."""
+        """The last task, and the last task during which or after which a rank failed."""
         return self._record.tasks
 
     def describe(self) -> WorldInfo:
-        """Return a description of the world from the record, without asking the workers."""
+        """Return what this process knows about the world, without asking the workers."""
         record, spec, run = self._record, self._record.world.spec, self._record.running_task
         return WorldInfo(
             version=__version__,
@@ -294,10 +306,10 @@ class NotebookLink:
         )
 
     async def attach(self, request: Attach) -> Accepted | AttachRefused:
-        """Give the world to a notebook; refuse if another uses it, or the versions differ.
+        """Connect the world to the notebook that asks for it, or return why that is refused.
 
-        Waits at most `CHANGE_TIMEOUT` until the end of the last notebook is noticed, and until
-        workers have started or healed.
+        A request is refused if another notebook uses the world, if the versions of nbdist differ,
+        or if workers are still being started or healed after `CHANGE_TIMEOUT` seconds.
         """
         deadline = time.monotonic() + CHANGE_TIMEOUT
         while True:
@@ -336,9 +348,10 @@ class _Left(Exception):
 
 
 class Serving:
-    """Carries out an agent's or head's calls in order, and runs other coroutines concurrently.
+    """Carries out the calls to an agent or head in order, and runs other coroutines concurrently.
 
-    `answer` carries out a request and returns the reply; `send` sends the reply.
+    A call is a request with a number (`AgentRequest`).  `answer` carries out the request and
+    returns the reply; `send` sends the reply.
     """
 
     def __init__(
@@ -353,11 +366,10 @@ class Serving:
         self._error: BaseException | None = None
 
     async def run_until_stopped(self) -> None:
-        """Serve until `stop` is called, then cancel everything in progress.
+        """Carry out calls and coroutines until `stop` is called, then cancel those in progress.
 
-        Raises the first exception of a task or of an event loop callback.  Such an exception is a
-        bug in nbdist: it ends the process, and its text is the last line of the process's log,
-        which the notebook shows.
+        Raises the first exception of a coroutine or of a callback of the event loop.  Such an
+        exception is a bug in nbdist.  It ends the process, and the notebook shows its text.
         """
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -374,15 +386,15 @@ class Serving:
             raise self._error
 
     def enqueue(self, ask: messages.AgentRequest[Any]) -> None:
-        """Carry out a call after all earlier calls have been answered."""
+        """Queue a call.  It is carried out once all earlier calls in the queue are answered."""
         self._calls.put_nowait(ask)
 
     async def reply(
         self, number: int, answer: Callable[..., Awaitable[Any]], *arguments: Any
     ) -> None:
-        """Call `answer`, and send the result as the reply to a call.
+        """Call `answer` with `arguments`, and send the result as the reply to call `number`.
 
-        Pass this coroutine to `spawn`, so that the call does not wait for others.
+        The caller passes this coroutine to `spawn`, so that the call does not wait in the queue.
         """
         self._send(messages.AgentReply(number, await answer(*arguments)))
 
@@ -398,7 +410,10 @@ class Serving:
         self._stopped.set()
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Stop because of an error in the event loop; for `loop.set_exception_handler`."""
+        """Handle an error in a callback of the event loop: `run_until_stopped` raises the error.
+
+        Pass this method to `loop.set_exception_handler`.
+        """
         loop.default_exception_handler(context)
         self._error = self._error or context.get("exception") or RuntimeError(context["message"])
         self.stop()

@@ -44,11 +44,11 @@ JOINED_AT_MOST = 1 << 16  # characters; a text of this length is not extended by
 
 
 class Backlog:
-    """The pending outputs of all ranks, in order within each rank.
+    """The outputs of all ranks that wait to be sent, in order within each rank.
 
-    If the text of a rank exceeds `max_text` characters, the oldest text is dropped.  If the other
+    If the text of a rank exceeds `max_text` characters, its oldest text is dropped.  If all other
     outputs of all ranks together exceed `max_other` characters, the oldest of them are dropped.  A
-    `Skipped` in their place counts the dropped text, displays, errors and messages of widgets.
+    `Skipped` in place of dropped outputs counts their text, displays, errors and widget messages.
     """
 
     def __init__(self, max_text: int = TEXT_KEPT, max_other: int = SHOWN_KEPT) -> None:
@@ -91,7 +91,7 @@ class Backlog:
                 self._drop_other_output()
 
     def discard_input_request(self, rank: int, number: int) -> None:
-        """Remove the pending request for input or items with this number: it was answered."""
+        """Remove a rank's `InputRequest` or `ItemsWanted` with this number, which was answered."""
         self._queues[rank] = [
             (cell_id, output)
             for cell_id, output in self._queues[rank]
@@ -121,7 +121,7 @@ class Backlog:
         return batch
 
     def _drop_pending_update(self, queue: list[tuple[str, Output]], display: str) -> None:
-        """Remove the pending update of a display that is about to get a newer update."""
+        """Remove the pending update of a display, because a newer update is about to be added."""
         for index in reversed(range(len(queue))):
             match queue[index][1]:
                 case DisplayUpdate(display_id=other) as update if other == display:
@@ -132,7 +132,7 @@ class Backlog:
                     return
 
     def _drop_older_text(self, rank: int) -> None:
-        """Replace the oldest text of a rank by `Skipped`, down to half of the limit."""
+        """Replace the oldest text of a rank by `Skipped`, until half of the limit is left."""
         excess = self._text_size[rank] - self._max_text // 2
         kept: list[tuple[str, Output]] = []
         for cell_id, output in self._queues[rank]:
@@ -148,7 +148,10 @@ class Backlog:
         self._queues[rank] = kept
 
     def _drop_other_output(self) -> None:
-        """Drop the oldest non-text outputs of ranks that exceed their share of half the limit."""
+        """Drop the oldest outputs of each rank, except text, down to its share of half the limit.
+
+        Some outputs are always kept, for example the last error of a cell.
+        """
         share = self._max_other // 2 // len(self._queues)
         for rank, queue in self._queues.items():
             size = sum(size_of(output) for _, output in queue if not isinstance(output, Text))
@@ -214,10 +217,10 @@ class Outbox:
         self._running.update(dict.fromkeys(ranks, task_id))
 
     def clear(self) -> None:
-        """Drop all pending output.
+        """Drop all pending outputs.
 
-        The agent calls this after all workers have exited, because the next workers get the same
-        rank numbers.
+        The agent calls this after all workers have exited, so that no output of an old worker is
+        taken for an output of a new worker with the same rank.
         """
         self._backlog = Backlog()
         self._running.clear()
@@ -236,9 +239,10 @@ class Outbox:
         self._schedule_flush(0.0 if is_urgent else BATCH_SECONDS)
 
     def acknowledge(self) -> None:
-        """Record that the notebook has processed a batch, and send pending output.
+        """Record that the notebook has processed a batch, and send pending outputs.
 
-        After a large backlog was sent and acknowledged, its memory is returned to the machine.
+        When all outputs of a large backlog are acknowledged, this process returns their memory to
+        Linux.
         """
         self._in_flight -= 1
         if self._backlog:
@@ -270,9 +274,9 @@ class Outbox:
 
 
 def deduplicated(items: Iterable[RankOutput]) -> tuple[RankOutput, ...]:
-    """Return the outputs; equal texts, and equal strings of displays, become the same object.
+    """Return the outputs, in which equal texts and equal strings of displays are the same object.
 
-    So each of them is pickled only once.
+    `pickle` writes such an object only once.
     """
     texts: dict[Text, Text] = {}
     values: dict[str, str] = {}

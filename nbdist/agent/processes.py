@@ -50,8 +50,8 @@ OnExit = Callable[[int], None]
 class Children:
     """Reaps all children of the agent, adopted orphans too, and reports exits of expected children.
 
-    `before_reap` is called before each reaping.  The `Forker` reads the fork server's messages
-    there, so that a worker which exits at once is already expected.
+    `before_reap` is called before children are reaped.  There the `Forker` reads the fork server's
+    messages, by which a worker that exits right after its fork becomes an expected child.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,10 @@ class Children:
 
 
 class WorkerProcess:
-    """A worker's process, leader of a session and process group; `exited` gets its exit code."""
+    """The process of a worker, which leads a session and a process group of Linux.
+
+    The future `exited` gets the exit code.
+    """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -117,16 +120,17 @@ class WorkerProcess:
                 os.killpg(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the worker and its process group; works also before the worker leads a group."""
+        """Kill the worker's process group, and the worker even if it does not lead a group yet."""
         if not self.exited.done():
             kill_group(self.pid)
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
     async def exit_within(self, seconds: float) -> None:
-        """Wait until the worker exits, but at most `seconds` of the worker's own time (`OwnTime`).
+        """Wait until the worker exits, but at most `seconds` of the worker's own time.
 
-        On a busy machine this takes at most the longer of `LONGEST_EXIT` and `seconds`.
+        Own time leaves out waits for a processor (`OwnTime`), so on a busy machine this can take
+        longer, but at most `LONGEST_EXIT` seconds, or `seconds` if that is more.
         """
         loop, own_time = asyncio.get_running_loop(), OwnTime(self.pid)
         deadline = loop.time() + max(seconds, LONGEST_EXIT)
@@ -149,7 +153,7 @@ class Spawner:
         self._children = children
 
     def last_lines(self) -> tuple[str, ...]:
-        """Return no lines, because no other process writes output for spawned workers."""
+        """Return no lines.  `Forker.last_lines` returns lines of the fork server."""
         return ()
 
     async def prepare(self) -> None:
@@ -185,11 +189,11 @@ class Spawner:
 
 
 def command_of(spec: WorldSpec, path: str | None) -> list[str]:
-    """Return the command line of a spawned worker, with a wrapper if the world has `--wrap`.
+    """Return the command line of a spawned worker.
 
-    `nbdist.system.processes` then runs first as a script, and lets the system kill the wrapper when
-    the agent ends.
-    Raises FileNotFoundError if the wrapper is not in `path`.
+    If the world has the option `--wrap`, the command runs `nbdist.system.processes` as a script.
+    The script becomes the wrapper, which Linux kills when the agent exits.  Raises
+    FileNotFoundError if the wrapper is not in `path`, a list of folders as in PATH.
     """
     if not spec.wrap:
         return [*spec.command]
@@ -208,29 +212,29 @@ READ_ON_IMPORT = re.compile(
     r"(?!TORCHINDUCTOR_CACHE_DIR$)TORCH_?(DYNAMO|INDUCTOR|COMPILE|CACHING|FAKE_TENSOR|FX|LOGS)\w*|TORCH_CPP_LOG_LEVEL"
     r"|TORCH_SHOW_CPP_STACKTRACES"
 )
-"""Variables that torch reads when it is imported, so setting them in a forked worker is too late.
+"""Matches variables that torch reads when it is imported, which a forked worker sets too late.
 
-TORCHINDUCTOR_CACHE_DIR is left out: torch reads this variable at each use, and sets it in a process
-that has compiled something.  So workers can be forked even if the notebook has compiled something.
+TORCHINDUCTOR_CACHE_DIR does not match, because torch reads this variable at each use.  torch also
+sets it in a process that has compiled something, such as the notebook.
 """
 
 
 def can_fork_with(environ: Mapping[str, str]) -> bool:
-    """Return True if the fork server can fork workers that have the variables in `environ`.
+    """Return True if a forked worker can have the environment variables `environ`.
 
-    The variables that torch reads when it is imported must have the same values in this process,
-    from which the fork server inherits its variables.
+    The variables that torch reads when it is imported (`READ_ON_IMPORT`) must be the same in this
+    process, from which the fork server has inherited its environment.
     """
     names = filter(READ_ON_IMPORT.fullmatch, {*os.environ, *environ})
     return all(os.environ.get(name) == environ.get(name) for name in names)
 
 
 class ForkServerLost(ChildProcessError):
-    """The fork server has exited or hangs, for any reason; a new fork server can be started."""
+    """The fork server has exited or does not answer.  `Forker.prepare` can start a new one."""
 
 
 class Forker:
-    """Starts workers as forks of a process that has imported torch, the fork server.
+    """Starts workers by the fork server, a process that has imported torch and is forked.
 
     If the fork server has exited, `prepare` starts a new one.
     """
@@ -247,12 +251,12 @@ class Forker:
         self._pending: dict[int, asyncio.Future[WorkerProcess]] = {}
 
     def attach(self) -> None:
-        """Listen to the fork server; needs the running event loop."""
+        """Begin to read the fork server's messages; must be called in the running event loop."""
         if self._server is not None:
             self._listen(self._server)
 
     def last_lines(self) -> tuple[str, ...]:
-        """Return the fork server's own output, such as the error of a failed import of torch."""
+        """Return the lines that the fork server has written, such as the error of an import."""
         log = self._runtime / fork_server.LOG
         return tuple(log.read_text(errors="replace").splitlines()) if log.exists() else ()
 
@@ -320,11 +324,11 @@ class Forker:
     async def _wait(
         self, answer: asyncio.Future[Any], timeout: float, is_open: Callable[[], bool]
     ) -> None:
-        """Wait for the fork server's answer; kill the fork server if the answer takes too long.
+        """Wait for an answer of the fork server; kill the fork server if it does not answer.
 
-        The fork server is killed if `is_open` returns True after `timeout` seconds, also if the
-        caller was cancelled before.  Raises ForkServerLost if no answer has come `EXIT_TIMEOUT`
-        seconds later.
+        The fork server is killed if `is_open`, called after `timeout` seconds, says that the answer
+        is still missing.  This happens even if the caller was cancelled before.  Raises
+        ForkServerLost if there is no answer `EXIT_TIMEOUT` seconds later.
         """
         server = self._server
 
@@ -347,8 +351,8 @@ class Forker:
         self._imported, self._replies = loop.create_future(), FrameCutter()
         loop.add_reader(server.socket, self._read, server)
         self._children.expect(server.popen.pid, partial(self._server_exited, server))
-        # A worker may exit at once.  The fork server has sent `Forked` before, so after this read
-        # `Children` expects the worker, and does not reap it as an unknown child.
+        # A worker may exit right after its fork.  Read the fork server's `Forked` message before
+        # children are reaped, so that `Children` expects the worker and reports its exit.
         self._children.before_reap = partial(self._read, server)
 
     def _read(self, server: fork_server.ForkServerProcess) -> None:
@@ -399,7 +403,7 @@ class Forker:
         self._fail_pending(server)
 
     def _fail_pending(self, server: fork_server.ForkServerProcess) -> None:
-        """Fail all pending requests, if the exit code is known and all answers have been read."""
+        """Fail all pending requests, once the fork server has exited and its answers are read."""
         code = server.popen.returncode
         if code is None or server.socket.fileno() >= 0:
             return

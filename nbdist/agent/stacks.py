@@ -1,8 +1,8 @@
 """The Python stack of a worker that cannot answer, because C code holds its GIL or it has crashed.
 
 Runs in the agent.  A *call* here is a frame of the stack.  If C code holds the GIL, the agent reads
-the calls from the worker's memory.  Unlike signals and debuggers, that does not disturb the worker.
-Before a crash ends the worker, faulthandler writes the calls to a file (`nbdist.worker.probe`).
+the calls from the worker's memory; unlike a signal or a debugger, this does not disturb the worker.
+In a crash, faulthandler writes the calls to a file before the worker ends (`nbdist.worker.probe`).
 
 py-spy 0.4.3 was tried instead.  If py-spy does not stop the process, 134 of 200 readings mix two
 stacks.  If py-spy stops the process, epoll_wait in C code fails with EINTR.
@@ -52,13 +52,13 @@ CRASHES = frozenset(
     -number
     for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGBUS, signal.SIGILL)
 )
-"""Exit codes of processes whose calls faulthandler has written to the file."""
+"""The exit codes of a worker whose crash faulthandler has written down, such as -SIGSEGV."""
 
 CELL_RUNNER_FILES = (
     *("/ipykernel/", "/IPython/", "/tornado/", "/traitlets/", "/asyncio/"),
     *("/nbdist/worker/", "/nbdist/agent/", "runpy>", "/runpy.py", "/selectors.py"),
 )
-"""Parts of the paths of files whose code runs a kernel's cells, or waits for the next cell."""
+"""Parts of the paths of nbdist's and libraries' files whose code runs the cells of a kernel."""
 
 
 class StackFile:
@@ -73,7 +73,10 @@ class StackFile:
         self._reading: asyncio.Future[tuple[FrameInfo, ...]] | None = None
 
     async def sample(self, pid: int, timeout: float) -> tuple[FrameInfo, ...]:
-        """Return the main thread's calls, innermost first; none if no reading succeeds in time."""
+        """Read the main thread's calls from the memory of the worker `pid`, innermost first.
+
+        Returns () if they could not be read within `timeout` seconds.
+        """
         loop = asyncio.get_running_loop()
         if self._reading is None or self._reading.done():
             deadline = time.monotonic() + timeout
@@ -101,7 +104,10 @@ class StackFile:
         return ()
 
     def crash_text(self, exit_code: int, task: Task | None) -> str:
-        """Return the Python stack that a crashed worker has left; "" if there is none."""
+        """Return the Python stack that a crashed worker has written to the file, as text.
+
+        Returns "" if the worker has not crashed, or if there is no stack.
+        """
         # Read only the last crash: the file may have a crash of a child process before it.
         _, start, dump = self._read().rpartition(CRASH)
         if exit_code not in CRASHES or not start:
@@ -122,7 +128,7 @@ class StackFile:
 
 
 def crash_calls(dump: str) -> tuple[FrameInfo, ...]:
-    """Return the calls of the thread that has crashed, from what faulthandler has written."""
+    """Return the calls of the crashed thread, innermost first; `dump` is faulthandler's text."""
     _, _, calls = dump.partition(CRASHED)
     matches = filter(None, map(DUMP_FRAME.match, calls.splitlines()))
     return tuple(
@@ -132,7 +138,11 @@ def crash_calls(dump: str) -> tuple[FrameInfo, ...]:
 
 
 def frames_of(calls: tuple[FrameInfo, ...], task: Task | None) -> list[StackFrame]:
-    """Return calls as frames; `Cell In[N]` is the running cell, `Cell In[?]` any other cell."""
+    """Return the calls as frames, in the same order.
+
+    A call in the running cell gets the file name `Cell In[N]` and its source line.  A call in
+    another cell gets `Cell In[?]`.
+    """
     cell = next((file for file, _, _ in reversed(calls) if CELL_FILE.search(file)), "")
     lines, frames = task.source.splitlines() if task else [], []
     for file, line, function in calls:
@@ -147,8 +157,8 @@ def frames_of(calls: tuple[FrameInfo, ...], task: Task | None) -> list[StackFram
 def user_frames(frames: Iterable[StackFrame]) -> list[StackFrame]:
     """Return the frames of the user's code, outermost first; `frames` begins with the innermost.
 
-    The first returned frame is the outermost cell.  If no frame is a cell, the returned frames are
-    those inside the innermost call of a function in one of the `CELL_RUNNER_FILES`.
+    The first returned frame is the cell.  If no frame is a cell, only the frames inside code that
+    runs cells (`CELL_RUNNER_FILES`) are returned.
     """
     outwards = list(frames)
     cells = [index for index, frame in enumerate(outwards) if frame.is_cell]
@@ -163,7 +173,7 @@ def user_frames(frames: Iterable[StackFrame]) -> list[StackFrame]:
 
 
 def with_code(frames: Iterable[StackFrame]) -> tuple[StackFrame, ...]:
-    """Return the frames with their source lines, as far as the files can be read here."""
+    """Return the frames with the source lines that they lack, if this process can read the file."""
     completed = []
     for frame in frames:
         if not frame.code and not frame.is_cell:
@@ -213,7 +223,11 @@ Address = tuple[int, int, int]
 
 
 def calls_in(memory: int, layout: CallLayout) -> tuple[FrameInfo, ...]:
-    """Return the calls in a process's /proc/PID/mem, innermost first; raises Torn, OSError."""
+    """Return the main thread's calls in the memory of a process, innermost first.
+
+    `memory` is a descriptor of /proc/PID/mem.  Raises Torn if the calls change while they are read,
+    and OSError.
+    """
     reader = _Reader(memory, layout)
     frames = read_stable(lambda: [*reader.frames()])
     calls = tuple(reader.call(frame) for frame in frames)
@@ -223,7 +237,10 @@ def calls_in(memory: int, layout: CallLayout) -> tuple[FrameInfo, ...]:
 
 
 def read_stable(read: Callable[[], T]) -> T:
-    """Return the result of `MIN_EQUAL_READS` reads at random moments; raise Torn if two differ."""
+    """Call `read` `MIN_EQUAL_READS` times at random moments, and return the result.
+
+    Raises Torn if two results differ.
+    """
     result = read()
     for _ in range(MIN_EQUAL_READS - 1):
         for _ in range(random.randrange(MAX_PAUSE_STEPS)):

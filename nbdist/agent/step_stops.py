@@ -1,10 +1,11 @@
 """Stop during training: all ranks are interrupted at the beginning of the same optimizer step.
 
 DDP and similar wrappers average only gradients.  If ranks were interrupted wherever they are, some
-could have made a step more than others, and their replicas would differ from then on.  So ranks
-that have stepped lately are held at the beginning of their next step, and report the number of
-their steps.  All ranks then raise KeyboardInterrupt at the step after the largest of these numbers.
-Until then no rank is missing in a collective.  A rank that is late is interrupted where it is.
+could have made a step more than others, and their replicas would differ from then on.  So after
+Stop each rank that trains is held at the beginning of its next step, and reports how many steps it
+has begun.  All ranks then go on to the step after the largest of these numbers, and raise
+KeyboardInterrupt at its beginning.  Until then no rank is missing in a collective.  A rank that
+does not get there in time is interrupted where it is.
 
 Runs in each agent.  With ranks on several machines the head collects their counts and decides.
 """
@@ -42,11 +43,11 @@ POLL_INTERVAL = 0.02  # seconds between checks whether ranks have left the task
 
 
 def find_stop_step(counts: Iterable[StepCount | None]) -> int:
-    """Return the step at whose beginning all ranks can stop; pure.
+    """Return the step at whose beginning all ranks can stop, or 0 if there is none; pure.
 
-    Returns 0 if the ranks must be interrupted at once: a rank did not answer, does not train, is
-    more than MAX_STEPS_APART ahead of another, or will probably begin its next step too late.
-    Ranks that have succeeded without a step do not matter.
+    There is none if a rank did not answer, does not train, is more than MAX_STEPS_APART ahead of
+    another rank, or will probably begin its next step too late.  Ranks whose task has ended without
+    an error and without a step are ignored.
     """
     all_counts = [*counts]
     begun = [count.begun for count in all_counts if count is not None and count.begun]
@@ -56,9 +57,11 @@ def find_stop_step(counts: Iterable[StepCount | None]) -> int:
 
 
 def can_wait(count: StepCount | None) -> bool:
-    """Return True if a rank with this count lets other ranks go on to a common step; pure.
+    """Return True if the other ranks can go on to a common step in spite of this rank; pure.
 
-    The rank has succeeded; or its next step is due about now, judged by its last interval.
+    They can if the rank's task has ended without an error.  They can also if the rank will probably
+    begin a step soon, to judge by the time between its last two steps (`STEP_TIMEOUT`).  Returns
+    False for None, the count of a rank that did not answer.
     """
     if count is None or count.has_succeeded:
         return count is not None
@@ -69,10 +72,10 @@ def can_wait(count: StepCount | None) -> bool:
 async def collect_counts(
     requests: Mapping[K, Coroutine[Any, Any, StepCount | None]],
 ) -> dict[K, StepCount | None]:
-    """Return the counts of all ranks, by the keys of `requests`.
+    """Await all `requests`, one for each rank, and return their results by the same keys.
 
-    The wait ends as soon as a count shows that the ranks must be interrupted at once; the count of
-    a rank that has not answered by then is None.
+    If a result shows that there can be no common step (`can_wait`), all other requests are
+    cancelled, and their results are None.
     """
     tasks = {key: asyncio.ensure_future(each) for key, each in requests.items()}
     waiting = {*tasks.values()}
@@ -88,9 +91,9 @@ async def collect_counts(
 
 
 class StepStops:
-    """Stops tasks of ranks of one machine, at a step or at once.
+    """Stops the tasks of this machine's ranks, at a common optimizer step or at once.
 
-    `all_ranks` returns the ranks of the machine; `spawn` runs a coroutine in the background.
+    `all_ranks` returns the workers of this machine; `spawn` runs a coroutine in the background.
     """
 
     def __init__(
@@ -106,7 +109,11 @@ class StepStops:
         self._spared: set[Worker] = set()  # pending ranks that must not be killed when interrupted
 
     def stop(self, ranks: Collection[Worker]) -> None:
-        """Stop ranks at a common step, or at once if Stop is repeated or there is no such step."""
+        """Stop ranks at a common optimizer step.
+
+        If there is no such step, or if Stop was pressed before in the same task, interrupt the
+        ranks at once.
+        """
         busy = {rank: rank.task_id for rank in ranks if rank.task_id}
         if not busy or self._was_stopped(busy):
             self.interrupt(ranks)
@@ -124,27 +131,29 @@ class StepStops:
             self._spawn(work)
 
     def spare(self, ranks: Iterable[Worker]) -> None:
-        """Do not kill `ranks`, even if they are stuck, unless Stop is pressed again.
+        """Kill none of `ranks`, even if they are stuck, unless Stop is pressed again.
 
-        This also holds for ranks that Stop has not interrupted yet, because they may still stop at
-        a common step.
+        The ranks may be interrupted already, or be on their way to a common step.
         """
         ranks = [*ranks]
         self._spared |= self._pending.keys() & ranks
         self._stopping.spare(ranks)
 
     def stop_at(self, ranks: Iterable[Worker], step: int, seconds: float) -> None:
-        """Let held ranks go on and stop at this step; interrupt late ranks after `seconds`."""
+        """Let ranks that `hold` has held go on, and stop when they begin this step.
+
+        A rank that has not reached the step after `seconds` is interrupted where it is.
+        """
         busy = {rank: rank.task_id for rank in ranks if rank.task_id}
         self._add_pending(busy)
         self._spawn(self._run_to_step(busy, step, time.monotonic() + seconds))
 
     async def hold(self, ranks: Iterable[Worker]) -> dict[int, StepCount | None]:
-        """Hold ranks at the beginning of their next step; return their counts of steps by rank.
+        """Hold ranks at the beginning of their next optimizer step; return their step counts.
 
-        Ranks of this machine that have already finished the same task are included.  An idle rank
-        in `ranks` has finished its task while Stop was on its way.  The count is None if a rank did
-        not answer, has died, waits for input or stands at a breakpoint, or if its task has failed.
+        The result, by rank, also has the ranks of this machine that have already finished the same
+        task.  A count is None if the rank did not answer, has died, waits for input or stands at a
+        breakpoint, or if its task has failed.
         """
         ranks = [*ranks]
         busy = {rank: rank.task_id for rank in ranks if rank.task_id}
@@ -169,7 +178,10 @@ class StepStops:
             self._interrupt_pending(busy)
 
     async def _run_to_step(self, busy: Mapping[Worker, str], step: int, deadline: float) -> None:
-        """Let ranks go on to this step; at the deadline or a death, interrupt the late ranks."""
+        """Let held ranks go on, to stop at this step.
+
+        Ranks that have not stopped at the deadline, or when a rank dies, are interrupted.
+        """
         await _ask_all({rank: StopAtStep(task_id, step) for rank, task_id in busy.items()})
         while (remaining := self._remaining(busy)) and time.monotonic() < deadline:
             if any(rank.state == "dead" for rank in busy):  # other ranks may wait for it
@@ -186,9 +198,9 @@ class StepStops:
     def _interrupt_pending(
         self, busy: Mapping[Worker, str], have_stopped: Collection[Worker] = ()
     ) -> None:
-        """Interrupt the ranks whose task is still pending, and forget that it is pending.
+        """Interrupt the ranks that still run the task which was to stop at a common step.
 
-        Ranks that `have_stopped` get no SIGINT (`Interrupter.interrupt`).
+        Ranks in `have_stopped` get no SIGINT (`Interrupter.interrupt`).
         """
         remaining = self._remaining(busy)
         pending = {rank for rank, task_id in busy.items() if self._pending.get(rank) == task_id}
@@ -201,7 +213,7 @@ class StepStops:
         self._stopping.spare(spared)
 
     def _remaining(self, busy: Mapping[Worker, str]) -> list[Worker]:
-        """Return the ranks that still run the task, and that no later Stop has interrupted."""
+        """Return the ranks in `busy` that still run their task and were not interrupted yet."""
         return [
             rank
             for rank, task_id in busy.items()

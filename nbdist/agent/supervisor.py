@@ -1,9 +1,9 @@
-"""Supervises tasks: releases ranks that wait for ever, and stops a task that takes too long.
+"""Releases ranks that wait for ever, and stops tasks that take too long.
 
 Runs in the process that serves the notebook: the agent, or the head if the world has several
-machines.  So tasks are supervised even while the notebook's thread is busy or no notebook is
-attached.  `Supervisor` decides and does no I/O.  `Supervision` passes facts to each `Supervisor`,
-and carries out the decisions by messages that a notebook could send.
+machines.  So tasks are supervised even while the notebook is busy, or while none is attached.  A
+`Supervisor` decides about one task and does no I/O.  `Supervision` passes facts to the supervisors
+of all tasks, and carries out their decisions by messages like a notebook's.
 """
 
 from __future__ import annotations
@@ -54,12 +54,13 @@ OWN_REQUEST = 0
 
 
 class Supervisor:
-    """The facts about a task, and the steps that they make necessary.  Times are monotonic seconds.
+    """Collects the facts about a task in progress, and decides what must be done about it.
 
-    While the task runs, the ranks of the world are located again and again.  If ranks of the task
-    wait in collectives that cannot complete, because other ranks have finished or because the calls
-    do not match, collectives are aborted, unless `Rules.aborts` is False.  After a death,
-    collectives are aborted, or the survivors are ended, at once, whether or not ranks wait.
+    `next_steps` tells the caller to locate the ranks of the world from time to time, that is to ask
+    where in their code they are.  If ranks of the task wait in collectives that cannot complete,
+    `next_steps` tells the caller to abort collectives, unless `Rules.aborts` is False.  After a
+    death, the caller must at once abort collectives or end the survivors.  Times are monotonic
+    seconds.
     """
 
     def __init__(self, ranks: Collection[int], rules: Rules, now: float) -> None:
@@ -85,14 +86,14 @@ class Supervisor:
 
     @property
     def holds_stop(self) -> bool:
-        """Whether the first Stop is only recorded and interrupts no rank."""
+        """Whether the first Stop interrupts no rank: the task must end on all ranks or on none."""
         return self._rules.holds_stop
 
     @property
     def waiting(self) -> Mapping[int, RankPosition]:
-        """Where in their code the unfinished ranks are, by rank.
+        """Where in their code the ranks are that have not finished the task.
 
-        The mapping is empty after an abort of collectives until the ranks are located again.
+        The mapping is empty after collectives were aborted, until the ranks are located again.
         """
         places = self._detector.places
         return {rank: place for rank, place in places.items() if rank in self.unfinished}
@@ -130,12 +131,15 @@ class Supervisor:
         self.record_input(rank, now)
 
     def record_input(self, rank: int, now: float) -> None:
-        """Record that a rank does not wait for input any more, or never did."""
+        """Record that a rank does not wait for input now, for example because it has got a line."""
         self._count_input(now)
         self._asking.discard(rank)
 
     def record_debugger(self, rank: int, now: float, *, is_stopped: bool) -> None:
-        """Record whether a rank stands at a breakpoint; meanwhile others may wait for it."""
+        """Record whether a rank stands at a breakpoint of the debugger.
+
+        As long as it does, other ranks may wait for the rank, so no collective is aborted.
+        """
         self._count_input(now)
         (self._debugged.add if is_stopped else self._debugged.discard)(rank)
 
@@ -149,7 +153,11 @@ class Supervisor:
         self._asking_since = now
 
     def record_stop(self, now: float) -> None:
-        """Record that the ranks are interrupted: `Interrupter` aborts collectives from now on."""
+        """Record that the ranks of the task are being interrupted, after Stop or a timeout.
+
+        From now on each agent's `Interrupter` aborts collectives in which ranks wait, so
+        `next_steps` does not.
+        """
         self.is_stopping = True
         self._count_input(now)
         self._asking.clear()  # ranks get no input after Stop
@@ -157,7 +165,7 @@ class Supervisor:
         self._detector.poll_fast(now)
 
     def record_places(self, places: Mapping[int, RankPosition], now: float) -> None:
-        """Record where the ranks of the task are, and the ranks that run no task."""
+        """Record where in their code ranks are: the ranks of this task and the idle ranks."""
         self.places = places
         waiting = {rank: place for rank, place in places.items() if rank in self.unfinished}
         in_flight = sum(place.in_flight for place in places.values())
@@ -166,16 +174,16 @@ class Supervisor:
             self._stop_at = now
 
     def record_abort(self, now: float) -> None:
-        """Record that collectives are being aborted."""
+        """Record that the collectives of the task are being aborted now."""
         self._detector.record_abort(now)
 
     # --- steps ----------------------------------------------------------------------------
 
     def next_steps(self, now: float) -> Iterator[Decision | str]:
-        """Yield the steps that are necessary now: decisions, or LOCATE.
+        """Yield what the caller must do now: carry out a decision, or locate the ranks (LOCATE).
 
-        Yields nothing once all ranks have finished.  The caller must report an abort to
-        `record_abort`; otherwise the next call yields the abort again.
+        Yields nothing once all ranks have finished.  When the caller carries out `Decision.ABORT`,
+        it must call `record_abort`; otherwise the next call yields the same decision again.
         """
         if not self.unfinished:
             return
@@ -197,8 +205,8 @@ class Supervisor:
                 yield Decision.ABORT_FOR_DEAD
         if not self._is_watched:
             return
-        # Look often: the ranks of the task may wait for ranks that have finished the task or do not
-        # run the task, and that will probably join no collective.
+        # Locate ranks often if some ranks of the world have finished the task or do not run it.
+        # Such a rank will probably join no collective, so the others may wait for it in vain.
         if len(self.unfinished) < self._rules.size:
             self._detector.poll_fast(now)
         aborts = self._rules.aborts and not self.is_stopping
@@ -212,7 +220,7 @@ class Supervisor:
             yield LOCATE
 
     def seconds_to_step(self, now: float) -> float:
-        """Return the seconds until `next_steps` yields a step, if no fact is recorded before."""
+        """Return in how many seconds the caller must call `next_steps` if no new fact comes."""
         until_poll = self._detector.seconds_to_poll(now) if self._is_watched else float("inf")
         left = self._seconds_left(now)
         if left <= 0 and self._stop_at is not None:
@@ -221,10 +229,10 @@ class Supervisor:
 
     @property
     def _is_watched(self) -> bool:
-        """Whether ranks are located, and collectives that cannot complete are aborted.
+        """Whether `next_steps` looks for ranks that wait for ever.
 
-        False without a group, and while a rank waits for input or stands at a breakpoint: others
-        may wait for that rank.
+        False if the world has no process group.  Also False while a rank waits for input or stands
+        at a breakpoint, because other ranks may rightly wait for that rank.
         """
         return self._rules.has_group and not self._waits_for_user
 
@@ -254,9 +262,10 @@ class Supervisor:
 
 
 def fact_of(output: Output) -> Output | None:
-    """Return an output without its large fields, or None if `Supervisor.receive` ignores it.
+    """Return a small copy of an output, by which a `Supervisor` in the head can decide.
 
-    An agent sends the returned output to its head at once (`Observed`).
+    The copy lacks the large fields.  An agent sends it to the head at once, in an `Observed`.
+    Returns None if the output does not matter to a `Supervisor`.
     """
     match output:
         case Done():
@@ -271,10 +280,10 @@ def fact_of(output: Output) -> Output | None:
 
 
 class Supervision:
-    """Supervises the tasks in progress; `NotebookLink` has one.
+    """Supervises all tasks in progress, by a `Supervisor` for each.
 
     `deliver` carries out a message as if the notebook had sent it.  `send` sends a message to the
-    notebook.
+    notebook.  The object belongs to the `NotebookLink`.
     """
 
     def __init__(self, deliver: Callable[[Down], None], send: Callable[[Up], None]) -> None:
@@ -292,11 +301,11 @@ class Supervision:
 
     @property
     def decided(self) -> tuple[Decided, ...]:
-        """The decisions about the present tasks, for a notebook that attaches."""
+        """The decisions so far about the tasks in progress; a notebook that attaches gets them."""
         return (*self._decided.values(),)
 
     def close(self) -> None:
-        """Stop supervising all tasks, such as before the workers are ended."""
+        """Stop supervising all tasks; called for example before all workers are ended."""
         self._supervisors.clear()
         self._set_timer(float("inf"))
 
@@ -313,7 +322,11 @@ class Supervision:
         self._step_soon()
 
     def receive(self, message: Down) -> None:
-        """Start to supervise a task that the notebook sends; record interrupts and input."""
+        """Start or update supervisors from a message that the notebook has sent.
+
+        A `RunTask` starts the supervisor of its task.  `Interrupt` and `SendInput` update the
+        supervisors of the tasks on these ranks.
+        """
         now = time.monotonic()
         match message:
             case RunTask() as run:
@@ -332,10 +345,10 @@ class Supervision:
                 self._step_soon()
 
     def is_repeated(self, message: Interrupt) -> bool:
-        """Return True if a timeout has just done what the first Stop of a notebook asks for.
+        """Return True if a timeout has already interrupted the task that this first Stop is for.
 
-        The notebook has sent the message before it received `Decision.TIME_OUT`.  The message must
-        not count as a second Stop, after which ranks are killed while they clean up.
+        The notebook sent the message before it knew of the timeout.  The caller must ignore the
+        message: as a second Stop it would let ranks be killed while they clean up.
         """
         stopped = self._supervisors_of(message.ranks)
         return message.number == 1 and any(each.has_timed_out for each in stopped)
@@ -351,7 +364,11 @@ class Supervision:
         return set[int]().union(*(each.unfinished for each in others))
 
     def report(self, message: Up) -> None:
-        """Record where ranks are, and aborts after Stop, from a message to the notebook."""
+        """Update the supervisors from a message that is sent to the notebook.
+
+        The messages that matter say where ranks are, that collectives are aborted after Stop, or
+        whether a rank stands at a breakpoint.
+        """
         now = time.monotonic()
         match message:
             case Located(places):
@@ -408,9 +425,10 @@ class Supervision:
         earlier = self._decided.get((task_id, decision), decided)
         self._decided[task_id, decision] = replace(decided, waiting={**earlier.waiting, **waiting})
         self._send(decided)
-        # Abort on all ranks of the task and on ranks that run no task, not only on waiting ranks.
-        # Only the rank that accepted a connection can close it, and a rank that still computes must
-        # not wait later for a released rank.  Ranks that run another task keep their collectives.
+        # Abort not only on the waiting ranks, but on all ranks of the task and on idle ranks.  Of
+        # the two ranks of a connection, only the one that accepted it can close it.  And a rank
+        # that still computes must not wait later for a rank that was released.  Ranks that run
+        # another task keep their collectives.
         elsewhere = self._ranks_of_others(supervisor)
         aborted = tuple(rank for rank in self._ranks if rank not in elsewhere)
         match decision:

@@ -1,6 +1,6 @@
-"""A worker in its agent: the worker's process, kernel, pipes, log, and running task.
+"""The agent's object for a worker, with the worker's process, kernel, pipes, log and running task.
 
-Runs in the agent; `nbdist.agent.worker_group` makes a `Worker` for each rank of the machine.
+`nbdist.agent.worker_group` makes a `Worker` for each rank of the machine.
 """
 
 from __future__ import annotations
@@ -61,16 +61,17 @@ COUNT_AFTER = 0.05
 
 A count takes 0.4 ms for each rank, which would delay short tasks."""
 TOO_MUCH = re.compile(r"gloo/\S*pair\.cc:\d+\] op\.preamble\.length <= op\.nbytes")
-"""The line that gloo writes when it aborts a rank that received more than its tensor holds."""
+"""Matches what gloo writes when it ends a rank that has received more than fits in its tensor."""
 
 Emit = Callable[[int, str, Output], None]
 
 
 class Worker:
-    """A worker process and all that belongs to the process; `emit` gets the worker's outputs.
+    """The agent's object for a worker: it starts the worker, and sends it tasks and requests.
 
-    If the process exits before its group is formed, `start` raises an error that says so.  Only if
-    the process exits later, `emit` gets `Died`.
+    `emit` is called with the rank, the id of the task, and an output, for each output of the
+    worker.  If the worker exits before its group is formed, `start` raises an error.  If it exits
+    later, the last output is a `Died`.
     """
 
     def __init__(
@@ -113,7 +114,10 @@ class Worker:
 
     @property
     def state(self) -> RankState:
-        """The state in `%dist_status`; "starting" until the group is formed or the worker exits."""
+        """The worker's state, which `%dist_status` shows.
+
+        It is "starting" until the worker's group is formed or the worker exits.
+        """
         if self.process is None or not self.output.ready.is_set():
             return "starting"
         if self.process.exited.done():
@@ -121,9 +125,10 @@ class Worker:
         return "busy" if self.task_id else "idle"
 
     async def start(self) -> None:
-        """Start the worker and wait until its group is formed.
+        """Start the worker's process, and wait until the worker's group is formed.
 
-        Raises OSError: ChildProcessError if the worker exits first, or cannot start or be reached.
+        Raises ChildProcessError if the process cannot be started or connected, or exits before its
+        group is formed.  Also raises other OSErrors.
         """
         try:
             self._kernel.write_connection_file()
@@ -156,9 +161,9 @@ class Worker:
         return task_from(self._packed) if self.task_id else None
 
     def run(self, run: RunTask) -> None:
-        """Send a packed task to the worker.  Outputs are emitted; `Done` or `Died` ends the task.
+        """Send the worker a task; its outputs are emitted, the last of which is `Done` or `Died`.
 
-        If the worker has exited, `Died` is emitted again.
+        If the worker has exited already, its `Died` is emitted for this task, too.
         """
         if self._died is not None:
             self._emit(self.rank, run.id, self._died)
@@ -170,7 +175,7 @@ class Worker:
         self._kernel.send(run.task)
 
     def answer_input(self, reply: InputReply) -> None:
-        """Send the reply to an input request, if the request is still unanswered."""
+        """Send the worker the reply to its input request; ignore a reply to an answered request."""
         if (request := self.input_requests.pop(reply.number, None)) is None:
             return
         self._kernel.send(reply)
@@ -184,7 +189,10 @@ class Worker:
     async def ask(
         self, request: control.ControlRequest, timeout: float
     ) -> control.ControlReply | None:
-        """Return the control thread's answer; None if no answer comes within `timeout` seconds."""
+        """Send a request to the worker's control thread, and return the answer.
+
+        Returns None if no answer comes within `timeout` seconds.
+        """
         if self.process is None:
             return None
         return await self._kernel.ask(request, timeout, self.process.exited)
@@ -192,14 +200,21 @@ class Worker:
     async def ask_or_kill(
         self, request: control.ControlRequest, timeout: float
     ) -> control.ControlReply | None:
-        """Ask as `ask` does; kill the worker if it answers that it is unfit, to be replaced."""
+        """Send a request as `ask` does, and return the answer.
+
+        Kills the worker if the answer says that the worker cannot take part in its group any more.
+        A new worker can then take its place.
+        """
         answer = await self.ask(request, timeout)
         if isinstance(answer, control.Failed) and answer.unfit:
             await self.kill_unfit(answer.error)
         return answer
 
     async def kill_unfit(self, why: str) -> None:
-        """Kill the worker, which cannot take part in the group; emit `why` as its stderr."""
+        """Kill the worker because it cannot take part in its group, and emit `why` as stderr text.
+
+        Waits until the worker has exited, and does nothing if it had exited before.
+        """
         if self.process is not None and not self.process.exited.done():
             self.emit_stderr(f"{UNFIT}: {why}\n")
             self.kill()
@@ -216,18 +231,25 @@ class Worker:
         return self.debugger is not None and self.debugger.is_stopped
 
     async def locate(self) -> RankPosition:
-        """Return where the worker is; without an answer, it counts as holding the GIL."""
+        """Ask the worker where in its code it is; return the answer.
+
+        If the worker does not answer, the result has only `holds_gil` set, and facts that the agent
+        itself knows.
+        """
         place = await self.ask(control.LocateMainThread(), LOCATE_TIMEOUT)
         if not isinstance(place, RankPosition):
             place = RankPosition(holds_gil=True, is_stopped=is_stopped(self.pid))
         return replace(place, asks=self.waits_for_input, is_debugged=self.is_debugged)
 
     def emit_stderr(self, text: str) -> None:
-        """Emit and log a text as the worker's stderr."""
+        """Emit and log a text of the agent's as if the worker had written it to stderr."""
         self.output.emit(Text("stderr", text))
 
     def kill(self, why: str = "") -> None:
-        """Kill the worker and its child processes; `Died` follows, with the first `why` given."""
+        """Kill the worker and its process group.  A `Died` output with the reason `why` follows.
+
+        If `kill` is called several times, the first `why` counts.
+        """
         self.is_killed, self._kill_reason = True, self._kill_reason or why
         if self.process is not None:
             self.process.kill()
@@ -242,9 +264,9 @@ class Worker:
         self.refuse_input()
 
     def refuse_input(self) -> None:
-        """Let each `input` of the running task raise EOFError, now and later.
+        """Make each `input` of the running task raise EOFError, now and later.
 
-        Called when the task was stopped, by SIGINT or at an optimizer step.
+        The agent calls this when Stop has interrupted the task.
         """
         self._stopped_task = self.task_id
         # KeyboardInterrupt ends only an `input` in the main thread: answer other threads' inputs.
@@ -252,7 +274,10 @@ class Worker:
             self.answer_input(InputReply(number))
 
     def status(self) -> WorkerStatus:
-        """Return the status without asking the worker; `inspect` adds what the worker answers."""
+        """Return the fields of the worker's status that the agent knows without asking the worker.
+
+        `nbdist.agent.inspect` adds the others.
+        """
         return WorkerStatus(
             rank=self.rank,
             pid=self.pid,
@@ -266,19 +291,22 @@ class Worker:
         )
 
     def renumber(self, rank: int, log_folder: Path | None) -> None:
-        """Record another rank and log folder; the worker itself gets the rank by `Resize`."""
+        """Record that the worker gets another rank, and continue its log in another folder.
+
+        The worker's process learns its new rank later, from a `Resize` request.
+        """
         self.log.move(log_folder, self.rank)
         self.rank = rank
 
     def set_world(self, world: WorldSpec) -> None:
-        """Update `start_info`: the rank, and the world's spec, whose size or slots have changed."""
+        """Record the worker's present rank and the world's new spec in `start_info`."""
         self.start_info = replace(self.start_info, rank=self.rank, world=world)
 
     async def stop(self, grace: float) -> None:
-        """Stop the worker and release everything that belongs to it; no `Died` follows.
+        """End the worker's process, and close everything that belongs to it; no `Died` follows.
 
-        An idle worker may exit by itself: it has `grace` seconds of its own time
-        (`WorkerProcess.exit_within`) before it is killed.  Any other worker is killed at once.
+        An idle worker has `grace` seconds to exit by itself, in which waits for a processor do not
+        count.  A worker that is not idle, or does not exit in time, is killed.
         """
         self._is_stopping = True
         if (process := self.process) is not None:
@@ -297,7 +325,10 @@ class Worker:
         self.stacks.remove()
 
     def _count_oom_kills(self) -> None:
-        """Record how many OOM kills there were so far; a later kill can explain a death."""
+        """Record how often Linux has killed a process for lack of memory so far.
+
+        If the number is larger when the worker has died, lack of memory is the likely reason.
+        """
         self._oom_kills = OomKills(self.pid)
 
     def _process_exited(self, exited: asyncio.Future[int]) -> None:
@@ -320,7 +351,10 @@ class Worker:
         self._forget_task()
 
     def _connection_lost(self, problem: BadFrame | None) -> None:
-        """Kill the worker, unless it is exiting: without the connection it can get no tasks."""
+        """Kill the worker soon, unless it is exiting, because it can get no further task.
+
+        The connection for tasks was closed, or `problem` says why its data could not be read.
+        """
         if self._is_stopping:
             return
         if problem is not None:
@@ -351,9 +385,10 @@ class Worker:
                 self._emit_output(item)
 
     def _handle_input_request(self, request: InputRequest | ItemsWanted) -> None:
-        """Emit a request for input or for items.
+        """Emit a request of the worker for a typed line, or for items of `World.map`.
 
-        After Stop, answer the request by the end of input; without a running task, refuse it.
+        If Stop has interrupted the task, the worker gets the end of input instead.  If no task is
+        running, the request is refused.
         """
         self.input_requests[request.number] = request
         if not self.task_id:
@@ -364,9 +399,10 @@ class Worker:
             self._emit_output(request)
 
     def _end_task(self, done: Done) -> None:
-        """Emit the end of the task, and its error if no message with the traceback has arrived.
+        """Emit `done`, the end of the task, and before it an error that was not emitted yet.
 
-        If the task has made the worker unfit, kill the worker instead; then `Died` ends the task.
+        If the worker cannot take part in its group after the task (`done.unfit`), kill the worker;
+        then `Died` is emitted in place of `done`.
         """
         if done.failure is not None and done.error_number not in self._errors_sent:
             self._emit_output(user_failure(done.failure))

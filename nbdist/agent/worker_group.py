@@ -1,7 +1,7 @@
 """The workers of one machine, and the store by which the workers of a world find one another.
 
-Runs in the agent.  `WorkerGroup` carries out the requests of `nbdist.agent.group_formation`: to
-start workers, to form their groups, and to stop workers.
+Runs in the agent.  `WorkerGroup` starts workers, lets them form their groups, and stops workers, as
+`nbdist.agent.group_formation` requests.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ CHECK_TIMEOUT = 1.0  # seconds for a worker to list missing libraries; a later l
 
 
 class WorkerGroup:
-    """The workers of an agent, in `all` by rank; `code` is the copy of the notebook's files.
+    """The workers of this agent, and what all of them share.
 
-    `emit` gets the workers' outputs, `report` the progress of their start.
+    `all` has the workers by rank, and `code` is their copy of the notebook's files.  `emit` is
+    called with each output of a worker, `report` with the number of workers that have started.
     """
 
     def __init__(
@@ -75,7 +76,10 @@ class WorkerGroup:
         self._aborting: set[asyncio.Task[control.ControlReply | None]] = set()
 
     def alive(self, ranks: Iterable[int] | None = None) -> list[Worker]:
-        """Return the workers of `ranks`, by default all, that have started and not exited."""
+        """Return the workers of `ranks` that are alive: started, in a group, and not exited.
+
+        By default, return all live workers.
+        """
         numbers = self.all if ranks is None else ranks
         workers = (self.all[rank] for rank in numbers if rank in self.all)
         return [worker for worker in workers if worker.state in ("idle", "busy")]
@@ -83,16 +87,16 @@ class WorkerGroup:
     async def ask(
         self, ranks: Iterable[int], request: control.ControlRequest, timeout: float
     ) -> dict[Worker, control.ControlReply | None]:
-        """Ask the live workers of `ranks`; return the answers by worker, None if none came in time.
+        """Send a request to all live workers of `ranks` at once; return their answers by worker.
 
-        The workers are asked concurrently.
+        The answer of a worker that does not answer within `timeout` seconds is None.
         """
         alive = self.alive(ranks)
         answers = await asyncio.gather(*(worker.ask(request, timeout) for worker in alive))
         return dict(zip(alive, answers, strict=True))
 
     async def execute(self, request: node_messages.PartRequest[Any]) -> Any:
-        """Carry out a request of `nbdist.agent.group_formation`; return the answer."""
+        """Carry out a request of `nbdist.agent.group_formation` and return the answer."""
         match request:
             case node_messages.StartPart(spec, ranks, attempt):
                 return await self._start(self._adapt_spec(spec), ranks, attempt)
@@ -124,7 +128,7 @@ class WorkerGroup:
         return None
 
     def _adapt_spec(self, spec: WorldSpec) -> WorldSpec:
-        """Return the spec that all nodes share, adapted to this node."""
+        """Return the world's spec with the folder of this node's code, and adapted to this node."""
         spec = self.code.with_folder(spec)
         if spec.node is None:
             return spec
@@ -150,7 +154,10 @@ class WorkerGroup:
         return WorldStarted(*self._pids_and_logs(), missing)
 
     def _begin_attempt(self, spec: WorldSpec, attempt: int) -> None:
-        """Make a new store, and a new log folder if there are logs, for this start of the world."""
+        """Make a new store and a new log folder for the start of the world with this number.
+
+        There is no log folder if the world has no logs.
+        """
         self._rendezvous.begin_world(attempt)
         if self._run_folder:
             self._run_folder.close()
@@ -168,7 +175,7 @@ class WorkerGroup:
             await self._store.open()
 
     async def _start_all(self) -> tuple[Worker, OSError] | None:
-        """Start all workers; return the first that failed, with its error, or None."""
+        """Start all workers.  Return None, or the first worker that failed, with its error."""
         workers = self.all.values()
         reports = [asyncio.create_task(self._report_progress(each)) for each in workers]
         try:
@@ -231,9 +238,10 @@ class WorkerGroup:
     async def _form_groups(
         self, forms: Mapping[Worker, control.ControlRequest], new: Sequence[Worker]
     ) -> str:
-        """Let survivors form their groups, and start new workers, all concurrently.
+        """Make survivors and new workers form their groups together.
 
-        Returns what prevented the group, or "".  Survivors that do not answer are killed.
+        `forms` has the request to each survivor; the workers in `new` are started.  Returns "", or
+        why the groups could not be formed.  Survivors that do not answer are killed.
         """
         exits = [worker.process.exited for worker in forms if worker.process is not None]
         with FormingCanceller(self._rendezvous.cancel_file, exits) as call_off:
@@ -249,7 +257,10 @@ class WorkerGroup:
         return problem_in((_word_failed(*each) for each in failed), answers)
 
     def _form_request(self, plan: Form, rank: int) -> control.ControlRequest:
-        """Return the request by which a survivor reconnects groups, or forms a default group."""
+        """Return the request for a survivor: reconnect its groups, or form a new default group.
+
+        Groups are reconnected if `plan.groups` says which, that is if the world keeps its size.
+        """
         spec = plan.spec
         environ = self._rendezvous.environ_of(spec, rank, self._logs_of(rank))
         if plan.groups is not None:
@@ -257,9 +268,10 @@ class WorkerGroup:
         return control.Resize(plan.generation, rank, spec, plan.missing, environ)
 
     async def abort(self, ranks: Iterable[int]) -> bool:
-        """Abort the collectives of `ranks`; return True if all answer in `ABORT_ANSWER_TIMEOUT`.
+        """Make `ranks` abort their collectives; return True if all say in time that they have.
 
-        A worker is killed if it answers that it cannot abort, even if the answer comes later.
+        The time is `ABORT_ANSWER_TIMEOUT`.  A worker that says, even later, that it cannot abort is
+        killed.
         """
         queries = {
             asyncio.create_task(each.ask_or_kill(control.AbortCollectives(), HUNG_ABORT_TIMEOUT))
@@ -273,7 +285,7 @@ class WorkerGroup:
         return all(each.done() and each.result() is not None for each in queries)
 
     async def abort_except_other_tasks(self, task_ids: Collection[str]) -> bool:
-        """Abort the collectives of all ranks as `abort`, except of ranks that run other tasks."""
+        """Call `abort` for all ranks that run one of these tasks or no task; return its result."""
         others = {rank for rank, each in self.all.items() if each.task_id not in ("", *task_ids)}
         return await self.abort(self.all.keys() - others)
 
@@ -296,9 +308,10 @@ class WorkerGroup:
 
 
 def adapt_spec(spec: WorldSpec, agent_environ: Mapping[str, str], interface: str) -> WorldSpec:
-    """Return the spec with this node's environment, folder, interpreter, GPUs and threads.
+    """Return the world's spec with the environment, folder, Python, GPUs and threads of this node.
 
-    `interface` is the network interface by which this node reaches the other nodes.
+    `agent_environ` is the environment of this node's agent.  `interface` is the network interface
+    by which this node reaches the other nodes; "" if unknown.
     """
     environ = {**agent_environ, **spec.environ}
     cwd = spec.cwd if Path(spec.cwd).is_dir() else str(Path.home())
@@ -325,8 +338,8 @@ def interface_of(address: str) -> str:
 def problem_in(starts: Iterable[str], answers: Iterable[control.ControlReply | None]) -> str:
     """Return why ranks could not form their groups, or "".
 
-    If there are several reasons, one that names a reached limit, such as of memory, is preferred.
-    `starts` are the problems of new workers, `answers` the answers of survivors.
+    `starts` says why new workers did not start, and `answers` has the answers of the survivors.  If
+    one of several reasons is a reached limit of processes or threads, this reason is returned.
     """
     problems = [*starts]
     for answer in answers:
@@ -359,10 +372,11 @@ KILL_STEP = 0.05  # seconds between attempts to kill a worker that is still star
 
 
 class HeldPort:
-    """The port of MASTER_PORT, reserved for stores that user code or its child processes make.
+    """A free port for MASTER_PORT, reserved in case that user code makes a store there.
 
-    The port is bound here, so that programs which ask for a free port get another port.  Rank 0 can
-    still listen on the port, because this socket and torch's TCPStore both set SO_REUSEADDR.
+    This process binds the port, so that Linux gives it to no other program that asks for a free
+    port.  Rank 0 can still listen on it, because this socket and torch's TCPStore both set
+    SO_REUSEADDR.
     """
 
     def __init__(self, address: str = "127.0.0.1") -> None:
@@ -381,9 +395,9 @@ class HeldPort:
 class Rendezvous:
     """The store, port and files by which ranks form their group, and the group's generation.
 
-    `attempt` counts the starts of a world, `generation` the formings of its group.  `sized_in` is
-    the generation in which the group got its present size.  Without a `store_socket` the store is
-    a file.
+    `attempt` counts the starts of the world.  `generation` counts how often its group was formed
+    since the last start, and `sized_in` is the generation in which the group got its present size.
+    The store is the head's if `store_socket` is given, and a file in memory otherwise.
     """
 
     def __init__(self, runtime: Path, port: HeldPort, store_socket: str) -> None:
@@ -395,7 +409,7 @@ class Rendezvous:
         self._store = -1
 
     def begin_world(self, attempt: int) -> None:
-        """Make a new store, for the first generation of a group."""
+        """Make a new, empty store, and begin again at generation 1."""
         self._drop_store()
         self.attempt = attempt
         self.generation = self.sized_in = 1
@@ -424,15 +438,16 @@ class Rendezvous:
 
     @property
     def cancel_file(self) -> Path:
-        """The file that is created to call off the forming of this generation."""
+        """The path at which a file is made to make ranks stop forming the present generation."""
         return cancel_file(self._cancel_path, self.generation)
 
     def make_start(
         self, spec: WorldSpec, rank: int, log_folder: Path | None, joins: Groups | None = None
     ) -> WorkerStart:
-        """Return the message with which a worker starts.
+        """Return the message that tells a new worker all that it needs to start.
 
-        `joins` are the groups that a replaced or added worker joins, besides the world's group.
+        `joins` has the existing groups, besides the world's own, that a worker which is started
+        later must join; None at the start of the world.
         """
         return WorkerStart(
             rank=rank,
@@ -450,7 +465,7 @@ class Rendezvous:
         )
 
     def environ_of(self, spec: WorldSpec, rank: int, log_folder: Path | None) -> Mapping[str, str]:
-        """Return the environment variables that are the rank's own."""
+        """Return the environment variables that differ between the ranks, such as RANK."""
         in_logs = log_folder and str(log_folder / "error.json")
         error_file = in_logs or f"{self._name_of(rank)}.error.json"
         variables = torchrun_variables(spec, rank, self.port.number, error_file)
@@ -461,11 +476,12 @@ class Rendezvous:
 
 
 class FormingCanceller:
-    """Calls off the forming of a group when a worker cannot take part.
+    """Makes all workers stop forming their group when one of them cannot take part.
 
-    The reasons are a survivor that exits (`exits`) or does not form its groups, and a new worker
-    that does not start.  Survivors that wait for others in the store see `file` and give up.  New
-    workers are killed, because the first wait of a starting worker does not look for `file`.
+    That is so if a survivor exits (`exits`) or does not form its groups, or if a new worker does
+    not start.  To call the forming off, this object makes the file `file`: survivors that wait for
+    others look for the file and give up.  New workers are killed, because they do not look for the
+    file in their first wait.
     """
 
     def __init__(self, file: Path, exits: Sequence[asyncio.Future[int]] = ()) -> None:
@@ -485,9 +501,10 @@ class FormingCanceller:
     async def ask(
         self, worker: Worker, request: control.ControlRequest, timeout: float
     ) -> control.ControlReply | None:
-        """Ask a survivor to form its groups; return its answer.
+        """Send a survivor the request to form its groups, and return its answer.
 
-        If the survivor fails, or does not answer within `timeout`, the forming is called off.
+        If the survivor fails, or does not answer within `timeout` seconds, the forming is called
+        off for all workers.
         """
         answer = asyncio.ensure_future(worker.ask_or_kill(request, timeout + CALLED_OFF_GRACE))
         await asyncio.wait({answer}, timeout=timeout)
@@ -496,9 +513,10 @@ class FormingCanceller:
         return await answer
 
     async def start(self, worker: Worker, timeout: float) -> OSError | None:
-        """Start a worker; on failure or after `timeout` kill it, call off the forming, return why.
+        """Start a worker; return None, or why it failed or was not ready within `timeout` seconds.
 
-        Returns None on success, and if the forming was called off because of another worker.
+        A worker that is not ready in time is killed.  If a worker fails, the forming is called off
+        for all workers; for the other workers, the result is None.
         """
         start = asyncio.ensure_future(worker.start())
         event = asyncio.ensure_future(self._event.wait())

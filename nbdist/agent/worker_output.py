@@ -1,7 +1,8 @@
-"""A worker's text and messages, merged into one stream; and the worker's log files.
+"""Merges a worker's text and messages into one stream, and writes the worker's log files.
 
-Runs in the agent; `Worker` uses this file.  Text comes through pipes, messages through sockets.
-Where a message belongs in the text, the worker writes a mark with its number to stdout.
+Runs in the agent; `Worker` uses this file.  Text comes through pipes, and messages, such as figures
+and errors, through sockets.  The worker writes a mark with a message's number to stdout at the
+place in the text where the message belongs.
 
 The log files are ROOT/NAME/attempt_N/RANK/stdout.log and stderr.log; older text is in stdout.log.1
 and stderr.log.1.
@@ -42,10 +43,10 @@ M = TypeVar("M")
 
 
 class WorkerOutput:
-    """Merges a worker's text and messages, and calls `on_item` with each text or message.
+    """Merges a worker's text and messages, and calls `on_item` with each of them, in order.
 
-    Text is written to the log file first.  `up` is set when the worker's kernel has started,
-    `ready` when its group is formed.
+    Text is also written to `log`.  The event `up` is set when the worker's kernel has started, and
+    `ready` when the worker's group is formed.  `token` is the secret in the worker's marks.
     """
 
     def __init__(
@@ -61,12 +62,12 @@ class WorkerOutput:
 
     @property
     def last_lines(self) -> tuple[str, ...]:
-        """The last lines that the worker has written, to explain why the worker exited."""
+        """The last lines that the worker has written; they can explain why the worker exited."""
         return tuple("".join(self._last_texts).splitlines()[-MAX_LAST_LINES:])
 
     @property
     def last_line(self) -> str:
-        """The beginning of the last line that is not blank, or ""."""
+        """The last line of the worker that is not blank, cut to `MAX_LAST_LINE_LENGTH`, or ""."""
         end = "".join(self._last_texts)[-MAX_LAST_LENGTH:]  # an entry may be a part of a line
         line = next((each for each in reversed(end.splitlines()) if each.strip()), "")
         return line[:MAX_LAST_LINE_LENGTH]
@@ -77,20 +78,24 @@ class WorkerOutput:
         return self._stdout.write_end, self._stderr.write_end
 
     def close_write_ends(self) -> None:
-        """Close the write ends in this process, after the worker has got copies of them."""
+        """Close this process's copies of the write ends; called when the worker has its own."""
         for end in self.write_ends:
             os.close(end)
 
     def receive(self, number: int, output: Output | None) -> None:
-        """Add a numbered message; `output` is None for a message that shows nothing."""
+        """Add a message with the number of its mark, and emit texts and messages whose turn it is.
+
+        `output` is what the message shows, or None if it shows nothing.
+        """
         self._merger.receive_message(number, output, time.monotonic())
         self._emit_ready()
 
     def place(self, message: work.TaskMessage) -> None:
-        """Add the end of a task, an input request or a `CatchUp`, after the text before its mark.
+        """Add a message about the task, and emit it after all text that comes before its mark.
 
-        The worker has written the message's mark to stdout before, so reading now finds the mark.
-        If user code has closed stdout, the message is placed without a mark.
+        The worker writes the mark to stdout before it sends the message.  So this method reads
+        stdout until it finds the mark.  If user code has closed stdout, there is no mark, and the
+        message is emitted after the text so far.
         """
         now = time.monotonic()
         self._merger.receive_message(message.number, message, now)
@@ -109,9 +114,10 @@ class WorkerOutput:
             self.emit(item)
 
     def emit(self, item: Output | work.TaskMessage | None) -> None:
-        """Write text, prompts and replies to the log, and call `on_item` at once.
+        """Call `on_item` with an item at once; texts, prompts and typed lines are also logged.
 
-        Before the end of a task and before a prompt, pending text of stderr is read and emitted.
+        Before the end of a task and before a prompt, the text that is still in the stderr pipe is
+        emitted.
         """
         match item:
             case None:
@@ -162,7 +168,7 @@ class WorkerOutput:
 
 
 class OutputPipe:
-    """A pipe from the worker; `on_data` is called with the bytes of each reading."""
+    """A pipe from the worker to this process; `on_data` is called with the bytes that arrive."""
 
     def __init__(self, on_data: Callable[[bytes], None]) -> None:
         self._on_data = on_data
@@ -182,7 +188,10 @@ class OutputPipe:
             os.close(self._read_end)
 
     def read(self) -> bool:
-        """Read once without blocking, or close the pipe at its end; return True if text came."""
+        """Read once without waiting; return True if any bytes were there.
+
+        Closes the pipe if the worker has closed its end.
+        """
         data = b""
         if self._open:
             try:
@@ -197,9 +206,9 @@ class OutputPipe:
 
 
 class Merger(Generic[M]):
-    """Puts the numbered messages of a worker where their marks are in its stdout; pure.
+    """Puts the messages of a worker where their marks are in the text of its stdout; pure.
 
-    `up` and `ready` turn True when the worker's mark of this name is read.
+    `up` and `ready` become True when the text has the mark that says so.
     """
 
     def __init__(self, token: str) -> None:
@@ -230,36 +239,38 @@ class Merger(Generic[M]):
                 self._add(piece)
 
     def receive_stderr(self, data: bytes) -> None:
-        """Add bytes from file descriptor 2; their order relative to descriptor 1 is not known.
+        """Add bytes that the worker has written to file descriptor 2, as text of stderr.
 
-        The text of these bytes is put before the first message that has yet to arrive.
+        Nobody knows where they belong between the texts of descriptor 1.  They are put before the
+        first message whose mark was read and that has not arrived yet.
         """
         if text := self._decoders["pipe"].decode(data):
             places = (i for i, item in enumerate(self.queue) if isinstance(item, int))
             self.queue.insert(next(places, len(self.queue)), Text("stderr", text))
 
     def receive_message(self, number: int, message: M, now: float) -> None:
-        """Add a numbered message, which waits until its mark is read.
+        """Add a message, which is kept until the mark with its number is read.
 
-        A message that had counted as lost is placed at the end of the queue now.
+        If the message has counted as lost before it came, it is put at the end of the queue.
         """
         self._messages[number] = message
         if number <= self.placed and number not in self._awaited_since:
             self._add_place(number, now)
 
     def place_up_to(self, number: int, now: float) -> None:
-        """Place the arrived messages up to this number now, without waiting for their marks.
+        """Put the arrived messages with numbers up to `number` into the queue without their marks.
 
-        The marks are lost if user code has closed the worker's stdout.
+        The marks are missing if user code has closed the worker's stdout.
         """
         for lost in sorted(lost for lost in self._messages if self.placed < lost <= number):
             self._add_place(lost, now)
         self.placed = max(self.placed, number)
 
     def pop_ready(self, now: float) -> list[Text | M]:
-        """Remove and return all items before the first message that has yet to arrive.
+        """Remove and return the texts and messages whose turn it is.
 
-        A message that does not arrive within `LOST_AFTER` is skipped.
+        They end before a message whose mark was read and that has not arrived.  Such a message is
+        skipped if it does not arrive within `LOST_AFTER` seconds.
         """
         items: list[Text | M] = []
         while self.queue:
@@ -277,13 +288,19 @@ class Merger(Generic[M]):
         return items
 
     def pop_incomplete_text(self) -> list[Text]:
-        """Remove incomplete UTF-8 characters after the end of a task, and return them as text."""
+        """Return the bytes of incomplete UTF-8 characters as text, and forget these bytes.
+
+        Called at the end of a task, when the missing bytes will not come any more.
+        """
         endings = ((name, each.decode(b"", final=True)) for name, each in self._decoders.items())
         texts = ((name, text) for name, text in endings if text)
         return [Text("stdout" if name == "stdout" else "stderr", text) for name, text in texts]
 
     def pop_all(self) -> list[Text | M]:
-        """Remove and return all items of a worker that has exited, messages without a mark last."""
+        """Remove and return all texts and messages of a worker that has exited.
+
+        Messages whose marks were not read come last.
+        """
         self._add(self._partial_mark)
         self._partial_mark = b""
         items: list[Text | M] = self.pop_ready(now=float("inf"))
@@ -335,9 +352,9 @@ class WorkerLog:
         self._open(folder)
 
     def move(self, folder: Path | None, rank: int) -> None:
-        """Continue in another folder, because the worker, until now `rank`, gets another rank.
+        """Continue the log in another folder, because the worker gets another rank.
 
-        The first line of a new file names the old file.
+        `rank` is the worker's old rank.  The first line of each new file names the old file.
         """
         before = self.folder
         self.close()
@@ -358,7 +375,10 @@ class WorkerLog:
             self._give_up(error)
 
     def write(self, stream: StreamName, text: str) -> None:
-        """Append text, without a buffer; does nothing once the log was given up or closed."""
+        """Append text to the file of a stream at once; do nothing if the log is closed.
+
+        If writing fails, the log is closed with a warning.
+        """
         if stream in self._files:
             try:
                 self._files[stream].write(text.encode("utf-8", "surrogatepass"))
@@ -382,7 +402,10 @@ class WorkerLog:
 
 
 class _File:
-    """A log file that is rotated at about `share` bytes; never if `share` is 0."""
+    """A log file that becomes the earlier file, and begins again, at about `share` bytes.
+
+    With a `share` of 0 the file grows without a limit.
+    """
 
     def __init__(self, path: Path, share: int) -> None:
         self._path = path
@@ -425,10 +448,10 @@ class _File:
 
 
 class RunFolder:
-    """The log folder of a run, ROOT/NAME; until `close` no agent removes the folder as an old run.
+    """The folder ROOT/NAME with the logs of a world; making the object makes the folder.
 
-    The constructor makes the folder.  If ROOT is nbdist's own state folder, the constructor also
-    removes old runs below ROOT (`drop_old_runs`).
+    If ROOT is nbdist's own state folder, the object also removes old folders below ROOT
+    (`drop_old_runs`), and locks its own folder until `close`, so that no agent removes that folder.
     """
 
     def __init__(self, root: Path, name: str) -> None:
@@ -447,7 +470,7 @@ class RunFolder:
             drop_old_runs(root)
 
     def close(self) -> None:
-        """Release the folder; a later run may remove it when it is old."""
+        """Unlock the folder; another world's agent may remove it when it is old."""
         for claim in self._claims:
             os.close(claim)
         self._claims.clear()
@@ -464,9 +487,10 @@ class RunFolder:
             self._claims.append(lock)
 
     def new_attempt(self, number: int) -> Path:
-        """Make a folder for a start of the workers, with this number or the next free number.
+        """Make the folder for the logs of a start of the workers, and return its path.
 
-        If the folder cannot be made, its path is returned all the same, and `WorkerLog` warns.
+        The folder's name has `number`, or the next number for which there is no folder.  If the
+        folder cannot be made, its path is returned all the same, and `WorkerLog` warns later.
         """
         while True:
             folder = self.path / f"attempt_{number}"
@@ -481,10 +505,10 @@ class RunFolder:
 
 
 def drop_old_runs(root: Path) -> None:
-    """Remove the runs that no agent uses, except the `RUNS_KEPT` newest.
+    """Remove the folders of worlds' logs below `root`, except the `RUNS_KEPT` newest.
 
-    A run stays if anything else is beside its logs, such as another run.  Raises OSError if another
-    process removes a folder at the same time.
+    A folder stays if an agent uses it, or if it has anything but logs in it.  Raises OSError if
+    another process removes a folder at the same time.
     """
     claimed = [*_claimed_in(root)]
     runs = [folder for folder in claimed if any(folder.glob("attempt_*"))]
@@ -496,9 +520,9 @@ def drop_old_runs(root: Path) -> None:
 
 
 def _claimed_in(folder: Path) -> Iterator[Path]:
-    """Yield the folders that runs have claimed; for a run named `exp/run` also the folder `exp`.
+    """Yield the folders of worlds' logs below `folder`: for a world named `a/b`, `a` and `a/b`.
 
-    Folders that the user has copied or renamed are left out.
+    Folders that nbdist has not made, or that the user has copied or renamed, are left out.
     """
     for each in folder.iterdir():
         file, name = each / folders.LOCK_FILE, os.fsencode(each.name)

@@ -1,7 +1,7 @@
 """The record of a world, which an agent or head makes from messages to and from the notebook.
 
-`NotebookLink` has the record.  The next notebook that attaches gets the world's state and outputs,
-and `nbdist mcp` gets the last task and the last task that failed.
+`NotebookLink` keeps the record.  From it, the next notebook that attaches gets the world's state
+and outputs, and `nbdist mcp` gets the last task and the last task that failed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from nbdist.wire.queries import Inspection, ReportedFailure, TaskSummary
 from nbdist.wire.work import task_from
 
 TEXT_OF_ALL, TEXT_AT_LEAST = 256 << 20, 1 << 16
-"""Characters of text that are kept to replay: of all ranks together, and of each rank at least.
+"""How many characters of text are kept to replay: of all ranks, and at least of each rank.
 
-Of each rank at most `TEXT_KEPT` are kept."""
+At most `TEXT_KEPT` characters of each rank are kept."""
 
 Changing = messages.StartWorld | messages.StopWorld | messages.Heal | messages.Scale | messages.Grow
 """The calls after which the world may have other workers."""
@@ -85,7 +85,7 @@ class WorldRecord:
         return "ready" if self.world.is_whole and not self.world.dead else "broken"
 
     def record_received(self, message: messages.Down) -> None:
-        """Update the record from a message of the notebook."""
+        """Update the record from a message that the notebook or `Supervision` has sent."""
         match message:
             case messages.HandoverState():
                 self.world.memory = message
@@ -105,7 +105,7 @@ class WorldRecord:
                 self._lent.get(task_id, set()).difference_update(ranks)
 
     def record_sent(self, message: messages.Up) -> None:
-        """Update the record from a message to the notebook; while detached, no notebook gets it."""
+        """Update the record from a message to the notebook, even if there is no notebook now."""
         match message:
             case messages.AgentReply(number, reply) if number in self.pending_calls:
                 self._record_change(self.pending_calls.pop(number), reply)
@@ -125,16 +125,16 @@ class WorldRecord:
                 self.world.came += (host,)
 
     def mark_all_acknowledged(self) -> None:
-        """Record that the notebook has acknowledged every batch.
+        """Record that the notebook has acknowledged all batches of outputs that were sent.
 
-        A world with the `detach` option forgets the outputs of tasks that have finished.
+        The outputs of finished tasks need not be replayed any more, and are forgotten.
         """
         if self.detach:
             self._forget_finished()
 
     @property
     def tasks(self) -> Inspection:
-        """The running or last task, and the last task in which, or after which, a rank failed."""
+        """The newest task, and the last task during which or after which a rank failed."""
         last, failed = self._last, self._last_failed
         return Inspection(
             last=last.summary() if last else None, failed=failed.summary() if failed else None
@@ -236,13 +236,16 @@ class WorldRecord:
         )
 
     def attached(self, since: float) -> messages.Attached:
-        """Return the state for a notebook that attaches; `replay_batches` returns the outputs."""
+        """Return the world's state, without outputs, for a notebook that attaches.
+
+        `since` is the wall-clock time at which the last notebook left the world.
+        """
         tasks = tuple(task.attached for task in self._tasks.values())
         forgotten = max(0, self._count - len(tasks))
         return replace(self.world, tasks=tasks, forgotten=forgotten, since=since)
 
     def replay_batches(self) -> list[Outputs]:
-        """Return the recorded outputs in batches, to replay them to a notebook that attaches."""
+        """Return the recorded outputs in batches, for a notebook that attaches."""
         batches: list[list[RankOutput]] = [[]]
         size = 0
         for item in (item for backlog in self._backlogs for item in backlog.items):
@@ -254,9 +257,10 @@ class WorldRecord:
         return [Outputs(tuple(batch)) for batch in batches if batch]
 
     def pop_unreleased_values(self) -> list[messages.ReleaseRankValues]:
-        """Return, only once, the messages that let workers release the values of finished tasks.
+        """Return messages that make workers release the values which finished tasks have returned.
 
-        Called when the notebook that was sent the values has ended.
+        Called when the notebook that got the values has exited without releasing them.  A later
+        call does not return the same messages again.
         """
         finished = [task for task in self._lent if task not in self._tasks]
         return [messages.ReleaseRankValues(task, tuple(self._lent.pop(task))) for task in finished]
@@ -266,17 +270,18 @@ class WorldRecord:
 
 MAX_RECORD_LINES, MAX_RECORD_LINE_LENGTH, MAX_RECORD_MESSAGE_LENGTH = 60, 400, 2000
 WITH_LINES, MAX_RANK_FAILURES = 8, 256
-"""How many failed ranks are kept with the lines of their errors, and how many in all.
+"""For how many ranks a record keeps the lines of their errors, and for how many it keeps errors.
 
-The first to fail are kept: probably the rank whose failure caused the others is among them."""
+The ranks that fail first are kept, because one of them has probably caused the other failures."""
 
 
 @dataclass(slots=True)
 class _TaskRecord:
-    """A task, still packed, in a world of `size` ranks, and the failures and outputs of its ranks.
+    """The record of one task: the task as it was sent, and the outputs and failures of its ranks.
 
-    The ranks in `running` have not finished the task.  A notebook that attaches gets `backlog`, and
-    `nbdist mcp` the failures.
+    `size` is the number of ranks of the world, and `running` has the ranks that have not finished
+    the task.  A notebook that attaches gets `backlog`, the outputs; `nbdist mcp` gets `troubles`,
+    the failures.
     """
 
     run: messages.RunTask
@@ -302,22 +307,22 @@ class _TaskRecord:
         return messages.AttachedTask(self.run, self.began, self.began_ns, {**self.ended})
 
     def mark_finished(self, rank: int) -> None:
-        """Record that a rank has finished the task now; does nothing if it had before."""
+        """Record that a rank finishes the task now; do nothing if it is not running the task."""
         if rank in self.running:
             self.running.discard(rank)
             self.ended[rank] = time.monotonic()
 
     def abort(self, ranks: tuple[int, ...]) -> None:
-        """Record which of `ranks` wait in a collective that is being aborted, and where."""
+        """Record that the collectives of `ranks` are being aborted: which ranks wait, and where."""
         own = (rank for rank in ranks if rank in self.run.ranks)
         places = {rank: self.places.get(rank, RankPosition()) for rank in own}
         self.aborted.update((rank, place) for rank, place in places.items() if place.operation)
 
     def fail(self, rank: int, task_id: str, error: Failure | Died) -> None:
-        """Record how a rank failed in this task, or how it died after the task.
+        """Record that a rank has failed in this task, or has died while idle after this task.
 
-        Later failures of a rank, failures in other tasks, and failures beyond the limit
-        (`MAX_RANK_FAILURES`) are ignored.
+        `task_id` is "" for an idle rank; a failure in another task is ignored.  Only the first
+        failure of each rank is recorded, and failures of at most `MAX_RANK_FAILURES` ranks.
         """
         if task_id in ("", self.run.id) and len(self.troubles) < MAX_RANK_FAILURES:
             kept = shortened(error, has_lines=len(self.troubles) < WITH_LINES)
@@ -343,7 +348,10 @@ def _as_stacks(places: Mapping[int, RankPosition]) -> tuple[Stack, ...]:
 
 
 def shortened(error: RankError, *, has_lines: bool) -> RankError:
-    """Return a copy of an error, cut to the limits; the copy has no lines unless `has_lines`."""
+    """Return a copy of an error whose texts are cut to the limits of a record.
+
+    With `has_lines=False` the copy has no traceback and no last lines.
+    """
     if isinstance(error, Died):
         return error._replace(last_lines=_cut(error.last_lines) if has_lines else ())
     lines = [line for frame in error.traceback for line in frame.splitlines()]
