@@ -1,7 +1,7 @@
 """The head's process: `python -m nbdist.cluster RUNTIME_FOLDER NOTEBOOK_PID`.
 
 The notebook starts the head with a pipe as stdin, which closes when the notebook exits. If the
-world is detached then, the head keeps running, and another notebook can attach.
+world has the option `detach`, the head then keeps running, and another notebook can attach.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from nbdist.agent.fork_server import start_guarded
 COMMANDS_GRACE = 3.0
 """Seconds for `srun` and similar commands to exit, with their agents, after the head has exited.
 
-The head's guard sends SIGTERM to commands that still run then, and gives them this time once more.
-The guard also kills a head that still runs `AGENT_GRACE` + 2 * `COMMANDS_GRACE` seconds after its
-notebook's exit, unless the world has the option `detach`.
+The head's guard sends SIGTERM to commands that still run then, and waits this time once more before
+it kills them. The guard also kills a head that still runs `AGENT_GRACE` + 2 * `COMMANDS_GRACE`
+seconds after its notebook has exited, unless the world has the option `detach`.
 """
 
 
 def main() -> None:
-    """Fork a guard above this process, then run the head until it is shut down."""
+    """Run the head until it is shut down, in a child of this process, which becomes its guard."""
     runtime, notebook_pid = Path(sys.argv[1]), int(sys.argv[2])
     guard, _ = start_guarded(runtime, notebook_pid, fork_server=False, grace=COMMANDS_GRACE)
     from nbdist.agent.notebook_link import run

@@ -1,8 +1,8 @@
 """An agent's link to the head of its world, if the world has several machines.
 
-Runs in the agent. If the connection is lost, libzmq connects again, and both the agent and the head
+Runs in the agent. If the connection is lost, libzmq connects again, and the agent and the head both
 resend messages that the other may have missed. The agent exits if the head has ended, if the
-connection stays lost, or if the pipe at its stdin is closed. `find_route` finds the address by
+connection stays lost, or if its stdin is a pipe that is closed. `find_route` finds the address at
 which an agent reaches its head.
 """
 
@@ -69,9 +69,9 @@ HEAD_LINK_LINGER = 500  # milliseconds for the last messages to reach the head a
 
 
 def read_ticket() -> Ticket:
-    """Read the line with the ticket from stdin; raises BadTicket if no ticket comes in time.
+    """Read the ticket from the first line of stdin; raises BadTicket if none comes in time.
 
-    Only this line is read. Later the end of stdin tells the agent to exit.
+    No more than this line is read, because the agent later waits for the end of stdin.
     """
     line, deadline = b"", time.monotonic() + TICKET_TIMEOUT
     while not line.endswith(b"\n"):
@@ -86,10 +86,10 @@ def read_ticket() -> Ticket:
 
 
 class HeadLink:
-    """Sends messages to the head, and passes the head's messages for the agent to `on_message`.
+    """The agent's link to the head: sends messages, and passes the head's messages to `on_message`.
 
-    `memory` receives big values. `problem` says why the agent has given up the connection; it is ""
-    if the agent has not given up.
+    `memory` has copies of the big values that the head has sent. `problem` says why the agent has
+    given up the link; it is "" if the agent has not given up.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class HeadLink:
     ) -> None:
         """Connect to the head; `open` then sends the first message.
 
-        `port` is a free port of this machine, reserved for MASTER_PORT. `leave` makes the agent
-        exit. The `guard` reports to the head if the agent is killed.
+        `port` is a free port of this machine, reserved for MASTER_PORT. `leave` is called when the
+        agent must exit. The `guard` of this agent reports to the head if the agent is killed.
         """
         self._route = route
         head_endpoint = endpoint(route.address, route.ticket.port)
@@ -161,13 +161,13 @@ class HeadLink:
         self.send(NodeHello(__version__, os.getpid(), facts))
 
     def send(self, message: NodeUp) -> None:
-        """Send a message to the head; it is sent again if the connection is lost meanwhile."""
+        """Send a message to the head, and again if the connection is lost before it arrives."""
         self._link.send_multipart(self._numbered.message(node_frames(message)), copy=False)
 
     async def ask_store(self, operation: Operation) -> StoreReply:
         """Send an operation on the world's store to the head, and return the store's answer.
 
-        If the head has ended, the call never returns, but the agent exits.
+        If the head has ended, no answer comes, and the agent exits.
         """
         number = next(self._numbers)
         answer: asyncio.Future[StoreReply] = asyncio.get_running_loop().create_future()
@@ -203,9 +203,9 @@ class HeadLink:
                 self._link.send_multipart(frames, copy=False)
 
     def _start_lost_timer(self) -> None:
-        """Start a timer that gives the link up, unless libzmq reconnects before.
+        """Start a timer after which the agent gives up the link, unless libzmq reconnects before.
 
-        If nothing listens on the head's port any more, the link is given up at once.
+        If nothing listens on the head's port any more, the agent gives up at once.
         """
         loop = asyncio.get_running_loop()
         if self._lost_timer is None:
@@ -226,9 +226,9 @@ class HeadLink:
         self._leave()
 
     async def close(self) -> None:
-        """Report to the head that this agent exits, and close the link.
+        """Send the head the message that this agent exits, and close the link.
 
-        Messages that were not sent yet have `HEAD_LINK_LINGER` to reach the head.
+        Messages that are not sent yet are still sent, for at most `HEAD_LINK_LINGER` milliseconds.
         """
         if self._lost_timer is not None:
             self._lost_timer.cancel()
@@ -285,15 +285,16 @@ HEAD_REACH_TIMEOUT = 4.0  # seconds for a machine to answer, even if two packets
 
 
 class NoWay(OSError):
-    """The agent reaches no address of its head; the message has each address, port and error."""
+    """Raised if the agent can reach no address of its head; the message has the error of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The route from an agent to its head.
+    """How an agent reaches its head.
 
-    `address` is an address of the head, from the ticket, and `local_address` is this machine's own.
-    `number` is the number of the node; it is -1 if the head has to choose a number.
+    `address` is the address in the `ticket` at which the head has answered. `local_address` is the
+    address of the agent's machine in this connection. `number` is the number of the agent's node,
+    or -1 if the head has to choose a number.
     """
 
     ticket: Ticket
@@ -303,12 +304,12 @@ class Way:
 
 
 def find_route(ticket: Ticket, number: int = -1) -> Way:
-    """Return the route to the head, by the first address in the ticket's order that answers.
+    """Return the route to the head by the first address in the ticket's order that answers.
 
-    All addresses are tried at once. Once an address has answered, all others have `ORDER_GRACE`
-    seconds more, so that a better address is not missed. For example, bridges of containers, which
-    other machines cannot reach, answer quickly on the head's own machine. Raises NoWay after
-    `WAY_TIMEOUT` seconds, or as soon as all addresses have failed.
+    All addresses are tried at once. Once an address has answered, the others have `ORDER_GRACE`
+    seconds more, because a better address may answer later: on the head's own machine, addresses of
+    container bridges answer quickly, but other machines cannot reach them. Raises NoWay if no
+    address answers within `WAY_TIMEOUT` seconds.
     """
     return asyncio.run(_find_route(ticket, number))
 
@@ -335,9 +336,9 @@ async def _find_route(ticket: Ticket, number: int) -> Way:
 async def first_unreached(
     targets: Sequence[ProbeTarget], timeout: float = HEAD_REACH_TIMEOUT
 ) -> str:
-    """Connect to all targets at once; return a text on the first target that was not reached.
+    """Try to connect to all targets; return "" if this machine can reach them all.
 
-    The text has the address and the error. Return "" if all targets were reached.
+    Otherwise, return a text with the first target out of reach, its address and the error.
     """
     errors = await asyncio.gather(*(_connect(to.address, to.port, timeout) for to in targets))
     for peer, error in zip(targets, errors, strict=True):

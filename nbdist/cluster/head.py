@@ -1,8 +1,8 @@
-"""The head of a world of several machines: the notebook uses it like the agent of one machine.
+"""The head of a world on several machines, which the notebook uses like the agent of one machine.
 
 The head runs in its own process on the notebook's machine (`nbdist.cluster.__main__`). It passes
-the notebook's requests to the agents, and their messages to the notebook. `GroupFormation` starts,
-heals and scales the world, as it does in the agent of a world on one machine.
+the notebook's requests to the agents, and the agents' messages to the notebook. In the head,
+`GroupFormation` starts, heals and scales the world; on one machine, the agent does this.
 """
 
 from __future__ import annotations
@@ -55,10 +55,9 @@ ToRanks = messages.AbortRanks | InterruptAt | messages.ReleaseRankValues | messa
 
 
 class Head:
-    """Forwards messages between the notebook and the agents of a world.
+    """Passes messages between the notebook and the agents, and starts, heals and scales the world.
 
-    The head also starts the world on its nodes, heals the world and changes its size. Such requests
-    are carried out one after the other.
+    Requests that change the world are carried out one after the other.
     """
 
     def __init__(self, runtime: Path, notebook_pid: int, guard: Guard) -> None:
@@ -101,7 +100,7 @@ class Head:
     async def serve(self) -> None:
         """Serve the notebook and the agents until the head is shut down.
 
-        Then shut down all agents, and close all connections.
+        At the end, shut down all agents, and close all connections.
         """
         asyncio.get_running_loop().set_exception_handler(self._serving.on_loop_error)
         await self._listener.open()
@@ -129,7 +128,7 @@ class Head:
         return {rank: self._nodes[number].name for rank, number in self._node_of.items()}
 
     def _parts(self, ranks: Iterable[int]) -> dict[Node, tuple[int, ...]]:
-        """Return the ranks by node; ranks without a node are left out."""
+        """Return, by node, which of `ranks` are on the node; ranks without a node are left out."""
         parts = group_by_node(ranks, self._node_of)
         return {self._nodes[number]: part for number, part in parts.items()}
 
@@ -224,10 +223,10 @@ class Head:
                 self._report_dead(node, part)
 
     def _interrupt(self, ranks: Collection[int]) -> None:
-        """Interrupt the tasks of ranks for Stop, before a common optimizer step if there is one.
+        """Make the agents interrupt `ranks`, because Stop was pressed.
 
-        If there is no such step, or if Stop was pressed before in the same task, interrupt the
-        tasks at once.
+        The ranks are interrupted at the beginning of a common optimizer step. If there is no such
+        step, or if Stop was pressed before in the same task, they are interrupted at once.
         """
         tasks = {rank: self._task_of.get(rank, "") for rank in ranks}
         self._spared.difference_update(ranks)
@@ -241,9 +240,10 @@ class Head:
         self._stopped_tasks.update(tasks)
 
     async def _spare(self, ranks: Collection[int]) -> tuple[int, ...]:
-        """Keep agents from killing ranks because of the last Stop; return the live ranks.
+        """Make agents kill none of `ranks`, even if they ignore Stop, until Stop is pressed again.
 
-        If Stop is pressed again, agents may kill the ranks.
+        Returns the ranks for which this holds: those that are alive, and those for which the head
+        still looks for a common step.
         """
         # For ranks in `_pending_stops` the agents do not know of the Stop before `InterruptAt`. So
         # record these ranks, and send `SpareRanks` for them after `InterruptAt`.
@@ -320,10 +320,10 @@ class Head:
         node.send(messages.AgentReply(number, await self._store.ask(operation)))
 
     def _show(self, outputs: messages.Outputs, node: Node | None) -> None:
-        """Send a batch of outputs to the notebook; `node` is its sender, None for the head.
+        """Send a batch of outputs of a node to the notebook; `node` is None for the head's own.
 
-        The senders are recorded: the notebook acknowledges batches in the order in which they were
-        sent, and each acknowledgement is passed to the sender.
+        The node is recorded, because the head passes the notebook's acknowledgement on to it. The
+        notebook acknowledges batches in the order in which they were sent.
         """
         for rank, task, output in outputs.items:
             if node is None:  # a node has itself sent `Observed` for its outputs
@@ -345,7 +345,7 @@ class Head:
             self._show(messages.Outputs(items), None)
 
     def _on_joined(self, node: Node) -> None:
-        """Report a machine that has joined, if the world can have more ranks with this machine."""
+        """Tell the notebook that a machine has joined, if the world can have more ranks now."""
         spec = self._pool.forming.spec if self._pool else None
         if (
             spec
@@ -357,7 +357,10 @@ class Head:
     # --- the world: its start and end -------------------------------------------------------
 
     async def _start(self, spec: WorldSpec) -> messages.Reply:
-        """Start agents on all machines, and the world's workers; return the world, or a failure."""
+        """Start agents on the machines that lack one, then the workers of the world.
+
+        Returns a `WorldStarted` or a `StartFailure`.
+        """
         config = spec.config
         try:
             pool = await self._open_pool(config)
@@ -385,9 +388,10 @@ class Head:
         return replace(started, hosts=self._hosts, missing=missing)
 
     async def _open_pool(self, config: WorldConfig) -> NodePool:
-        """Return a pool with agents on the requested machines.
+        """Return a pool of the requested machines, each with an agent.
 
-        Keep the present pool if it can serve this configuration, else close it and start agents.
+        If the present pool cannot serve this configuration, it is closed, and a new pool starts
+        agents.
         """
         if self._pool is None or not self._pool.can_serve(config):
             await self._close_pool()
@@ -407,16 +411,20 @@ class Head:
             self._send(messages.Starting(0, text))
 
     async def _send_code(self) -> None:
-        """Send the notebook's folder to nodes that lack it; raises CannotStart if that fails."""
+        """Send the files of the notebook's folder to the nodes that lack them.
+
+        Does nothing without the option `--sync-code`. Raises CannotStart if a node does not get
+        them.
+        """
         reply = await self._code.distribute(self._present_nodes)
         if reply.problem:
             why = f"{reply.host} could not be sent the notebook's folder: {reply.problem}"
             raise CannotStart(reply.host, why)
 
     async def _close_pool(self) -> None:
-        """Shut down all agents.
+        """Shut down all agents, and forget the machines.
 
-        Not called at the end of each world, since the next world may use the same agents.
+        This does not happen whenever a world ends, because the next world may use the same agents.
         """
         pool, self._pool = self._pool, None
         self._node_of.clear()
@@ -429,7 +437,7 @@ class Head:
     async def _change(
         self, request: messages.Heal | messages.Scale | messages.Grow
     ) -> messages.Reply:
-        """Heal the world or change its size; return None if no world was started."""
+        """Heal the world or change its size; return a `Healed`, or None if no world was started."""
         if (pool := self._pool) is None or (spec := pool.forming.spec) is None:
             return None
         if isinstance(request, messages.Heal):
@@ -441,9 +449,10 @@ class Head:
         return replace(healed, hosts=self._hosts, rejoin_hint=pool.word_rejoin_hint())
 
     async def _heal(self, pool: NodePool, spec: WorldSpec) -> messages.Healed:
-        """Heal the world without its lost nodes; try again if further nodes are lost meanwhile.
+        """Heal the world on the nodes that are not lost; repeat this if a node is lost meanwhile.
 
-        Ranks of lost nodes move to other nodes. If these have no room, the world becomes smaller.
+        The ranks of lost nodes are started on other nodes. If there is no room for them, the world
+        becomes smaller.
         """
         forming = pool.forming
         for _ in range(1 + len(pool.nodes)):  # in each round but the last a node may be lost
@@ -468,10 +477,10 @@ class Head:
     async def _resize(
         self, request: messages.Scale | messages.Grow, pool: NodePool, before: WorldSpec
     ) -> messages.Healed:
-        """Change the number of ranks: to the requested number if the request is a `Scale`.
+        """Change the number of ranks of the world, whose spec is `before`.
 
-        If the request is a `Grow`, use the machines that have joined, for at most as many ranks as
-        the user has requested.
+        A `Scale` says how many ranks the world gets. A `Grow` adds ranks on machines that have
+        joined, up to the number of ranks that the user has requested.
         """
         size, keep = before.world_size, tuple(range(before.world_size))
         try:
@@ -499,9 +508,9 @@ RanksByNode = Mapping[Node, tuple[int, ...]]
 
 
 async def ask(node: Node, request: messages.RequestBody) -> Any:
-    """Return a node's answer to a request.
+    """Send a request to a node's agent and return the answer.
 
-    Return None if the node is lost, or has not answered within `NODE_STATUS_TIMEOUT`.
+    Returns None if the node is lost, or does not answer within `NODE_STATUS_TIMEOUT` seconds.
     """
     try:
         return await node.ask(request, NODE_STATUS_TIMEOUT)
@@ -512,9 +521,9 @@ async def ask(node: Node, request: messages.RequestBody) -> Any:
 async def rows_of(
     nodes: Iterable[Node], request: messages.GetStatus | messages.OfEachRank
 ) -> tuple[Any, ...]:
-    """Ask all nodes about their ranks; return the reports, sorted by rank.
+    """Send all nodes a request about their ranks; return all answers about ranks, sorted by rank.
 
-    Nodes that do not answer are left out.
+    The ranks of nodes that do not answer are missing.
     """
     replies = await asyncio.gather(*(ask(node, request) for node in nodes))
     rows = (row for rows in replies for row in rows or ())
@@ -522,9 +531,10 @@ async def rows_of(
 
 
 async def first_answer(parts: RanksByNode, consult: messages.Consult) -> Any:
-    """Ask all nodes at once; return the first answer that is not empty, without waiting for more.
+    """Ask all nodes a front end's question at once, and return the first answer that is not empty.
 
-    If all answers are empty, return the last.
+    The question is for completions, or for the description of a name. If all answers are empty,
+    return the last of them.
     """
     requests = [ask(node, consult._replace(ranks=ranks)) for node, ranks in parts.items()]
     answer = None
@@ -535,10 +545,10 @@ async def first_answer(parts: RanksByNode, consult: messages.Consult) -> Any:
 
 
 def on_head_clock(outputs: messages.Outputs, offset_ns: int) -> messages.Outputs:
-    """Return the outputs with the times of errors and deaths converted to the head's clock.
+    """Return a node's outputs with the times of errors and deaths converted to the head's clock.
 
-    `offset_ns` is how far the node's clock is ahead. Converted times of several nodes can be
-    compared.
+    `offset_ns` is how many nanoseconds the node's clock is ahead. After this, the times of errors
+    on several nodes can be compared.
     """
     return messages.Outputs(
         tuple(
@@ -551,10 +561,10 @@ def on_head_clock(outputs: messages.Outputs, offset_ns: int) -> messages.Outputs
 
 
 def displayed_only(outputs: messages.Outputs) -> messages.Outputs:
-    """Return only printed and displayed output, from a machine that counts as lost.
+    """Return only those of the outputs that ranks have printed or displayed.
 
-    The machine's ranks were reported as dead already, so the ends of their tasks must not be
-    reported.
+    This is for late outputs of a lost machine. Its ranks were reported as dead already, so errors
+    and ends of their tasks must not be reported any more.
     """
     shown = Text | Display | DisplayUpdate | Clear
     return messages.Outputs(tuple(each for each in outputs.items if isinstance(each[2], shown)))

@@ -31,18 +31,19 @@ from nbdist.system.processes import agent_command as agent_command  # used by la
 from nbdist.topology import Host
 
 AGENTS_ARRIVE_TIMEOUT = 60.0  # seconds for Python to start on a machine, and its agent to connect
-LAUNCHER_KILL_TIMEOUT = 2.0  # seconds for a launcher to end after it was told to
+LAUNCHER_KILL_TIMEOUT = 2.0  # seconds for a launcher's process to exit after a signal
 
 
 class LaunchError(Exception):
-    """No agent can be started; the message says why."""
+    """Raised if agents cannot be started; the message says why."""
 
 
 class LauncherProcess(ABC):
-    """A local process, such as `ssh`, that runs as long as its agents on other machines.
+    """A process of the head's machine, such as `ssh`, that runs agents on other machines.
 
-    If the process ends, its agents exit, and if its agents exit, the process ends. `command` is the
-    command of the process. `host` is the host of its agent, "" if it has agents on several hosts.
+    The process exits when its agents have exited, and the agents exit when the process does.
+    `command` is the command of the process. `host` is the host of its agent, or "" if it has agents
+    on several hosts.
     """
 
     host = ""
@@ -53,7 +54,7 @@ class LauncherProcess(ABC):
         """Return a descriptor that becomes readable when the process has ended."""
 
     def exit_code(self) -> int | None:
-        """Return the exit code of the process; None while it runs.  The default is None."""
+        """Return the exit code of the process; None while it runs, and by default."""
         return None
 
     def last_lines(self) -> list[str]:
@@ -61,17 +62,18 @@ class LauncherProcess(ABC):
         return []
 
     def complaint(self) -> str:
-        """Return a line for the user on why the process has ended.
+        """Return a line that tells the user why the process has ended.
 
-        The default is "", for an unknown reason.
+        The default is "", which means that the reason is not known.
         """
         return ""
 
     @abstractmethod
     def end(self, timeout: float) -> None:
-        """Close the stdin of the process, so that its agents exit; called in a thread.
+        """End the process and its agents; called in a thread.
 
-        The process has `timeout` seconds to exit by itself, and is ended if it does not.
+        Close the stdin of the process, so that its agents exit. If the process does not exit within
+        `timeout` seconds, end it.
         """
 
     @abstractmethod
@@ -83,11 +85,11 @@ class LauncherProcess(ABC):
 class Launched:
     """The result of `Launcher.launch`: the started processes, and how many agents will connect.
 
-    `nodes` is the number of these agents, which must connect within `arrive_timeout` seconds.
-    `hosts` are the nodes' names by number, if they are known. `invitation` is a command that the
-    user must run on each machine, "" if the launcher itself starts the agents. `again` starts the
-    agent of a node another time, after the agent has exited or was lost; None if the launcher
-    cannot do so.
+    `nodes` is the number of agents, which must connect within `arrive_timeout` seconds. `hosts` has
+    the names of the nodes in the order of their numbers, if the launcher knows them. `invitation`
+    is a command that the user must run on each machine, or "" if the launcher itself starts the
+    agents. `again` gets the number of a node and starts the node's agent again, after the agent has
+    exited or was lost; it is None if the launcher cannot do so.
     """
 
     processes: Sequence[LauncherProcess]
@@ -97,18 +99,19 @@ class Launched:
     arrive_timeout: float = AGENTS_ARRIVE_TIMEOUT
     again: Callable[[int], LauncherProcess] | None = None
     news: Callable[[], str] = str
-    """Returns a line on why agents have not started yet, such as a queue; "" if unknown."""
+    """Returns a line that says why agents have not started yet, for example a queue, or ""."""
     close: Callable[[], object] = str
-    """Removes what the launcher has left, after all processes have ended; called in a thread."""
+    """Called in a thread after all processes have ended, to remove files of the launcher."""
 
 
 class Launcher(Protocol):
     """Starts the agents of a world; each `NodePool` makes a new launcher."""
 
     def launch(self, config: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Start an agent on each machine; the processes' log files are in `folder`.
+        """Start an agent on each machine that `config` names, and give it the ticket.
 
-        Raises LaunchError or OSError if an agent cannot be started.
+        The launcher can write log files to `folder`. Raises LaunchError or OSError if an agent
+        cannot be started.
         """
 
 
@@ -122,9 +125,9 @@ def find_launcher(name: str) -> Launcher:
 
 
 class AgentCommand(Child, LauncherProcess):
-    """The process of a command whose agents exit when its stdin is closed.
+    """A process that runs agents until its stdin is closed.
 
-    The command is `ssh`, `srun`, or Python itself for an agent on this machine.
+    Its command is `ssh`, `srun`, or Python itself for an agent on this machine.
     """
 
     def __init__(
@@ -216,10 +219,10 @@ class JoinLauncher:
     """Starts no agents itself, for `--launcher join`: the user runs `nbdist join` on machines."""
 
     def launch(self, config: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Write the ticket to a file, in which `nbdist join` finds it.
+        """Write the ticket to a file in the user's state folder, in which `nbdist join` finds it.
 
-        The file is in the user's state folder, and is removed when the world ends. The head waits
-        for `min_nodes` machines.
+        The file is removed when the head shuts down the agents. The head waits for the number of
+        machines in `config.min_nodes`.
         """
         drop_dead_join_keys()
         key, invitation = write_join_key(ticket), f"nbdist join {place_of(ticket)}"
@@ -246,19 +249,21 @@ _FAILURE_REASONS = {
     r"(?:exec: )?(\S+): Permission denied": "{0} cannot be executed there: {named_by}",
     r"^nbdist: (.*)": "{0}",
 }
-"""By a pattern in the output of ssh, a shell, Python or nbdist: the reason to show to the user."""
+"""Patterns of what ssh, a shell, Python or nbdist writes if no agent starts, each with the reason
+that the user is shown."""
 
 
 def why_refused(host: str, lines: Sequence[str], command: str = "") -> str:
-    """Return why a host has not started an agent, as the last `lines` of its process say.
+    """Return why no agent was started on a host, or "" if the reason is not known.
 
-    The first pattern of `_FAILURE_REASONS` that matches counts; "" if none matches.
+    `lines` are the last lines of the process that was to start the agent, by `command`. The reason
+    is that of the first pattern in `_FAILURE_REASONS` that matches them.
     """
     text = "\n".join(lines)
     for pattern, reason in _FAILURE_REASONS.items():
         if match := re.search(pattern, text, re.MULTILINE):
-            # In the command the words of `--wrap` come before the interpreter. So find out whether
-            # the program that is missing is of `--wrap` or is the interpreter.
+            # The missing program may be a word of `--wrap` or the interpreter. In the command, the
+            # words of `--wrap` come before the interpreter.
             *wrapper, _ = re.split(
                 r"[\s'\"]+", command.partition(f" {' '.join(MODULE_OPTIONS)} ")[0]
             )

@@ -1,7 +1,7 @@
 """The head's object for each machine of a world, and functions that place ranks on machines.
 
-`Node` sends requests to the agent of a machine. Other functions compare versions, and keep the
-notebook's folder for machines that lack it. Runs in the head.
+`Node` sends requests to the agent of a machine. `mismatch` compares a machine's versions with the
+notebook's, and `KeptCode` sends the notebook's folder to machines that lack it. Runs in the head.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ T = TypeVar("T")
 
 
 class NodeLost(Exception):
-    """A node is lost, or did not answer in time; the message says which has happened."""
+    """Raised if a node is lost or did not answer in time; the message says which of both."""
 
 
 class Node:
-    """A node of a world: sends messages and requests to its agent, and records its state.
+    """The head's object for a node: sends messages and requests to its agent, and keeps its state.
 
-    `name` is the machine's name in messages. `offset_ns` is how many nanoseconds the machine's
-    clock is ahead of the head's. `lost` says how the node was lost; it is "" if the node is not
-    lost. `ranks` are the ranks on the node.
+    `name` is the machine's name in messages to the user. `offset_ns` is how many nanoseconds the
+    machine's clock is ahead of the head's. `lost` says why the node counts as lost, or is "" if it
+    does not. `ranks` are the ranks on the node.
     """
 
     def __init__(
@@ -102,7 +102,10 @@ class Node:
             del self._pending[number]
 
     def resolve_request(self, number: int, reply: Reply) -> None:
-        """Pass the agent's reply to the call of `ask` that waits for it, if it still waits."""
+        """Let the call of `ask` that has sent request `number` return this reply of the agent.
+
+        Does nothing if the call no longer waits.
+        """
         answer = self._pending.get(number)
         if answer is not None and not answer.done():
             answer.set_result(reply)
@@ -118,7 +121,10 @@ class Node:
                 answer.set_exception(NodeLost(self.lost))
 
     async def measure_clock(self) -> None:
-        """Measure `offset_ns`, by the quickest of a few readings of the clock; raises NodeLost."""
+        """Ask the agent for its time a few times, and set `offset_ns` by the quickest answer.
+
+        Raises NodeLost.
+        """
         shortest_ns, request = float("inf"), GetClock()
         for _ in range(CLOCK_TRIES):
             sent_ns, began_ns = time.time_ns(), time.monotonic_ns()
@@ -130,8 +136,8 @@ class Node:
     async def execute(self, request: PartRequest[T]) -> T:
         """Send the agent a request, and return the reply.
 
-        If the node is lost or does not reply, return `request.lost_answer`. Requests that start,
-        end or renumber ranks also change `ranks`.
+        If the node is lost or does not reply in time, return the result of `request.lost_answer`.
+        A request that starts, ends or renumbers ranks also updates `ranks`.
         """
         match request:
             case StartPart() | Form():
@@ -156,13 +162,13 @@ class Node:
 
 
 class NoSlots(ValueError):
-    """The machines lack slots, GPUs or nccl for the ranks; the message says what is missing."""
+    """Raised if machines lack slots, GPUs or nccl for ranks; the message says what is missing."""
 
 
 def room_of(config: WorldConfig, nodes: Sequence[Node]) -> dict[int, int]:
-    """Return, by the number of a node, for how many workers the node has room.
+    """Return for how many workers each node has room, by the number of the node.
 
-    Raises NoSlots if a node lacks GPUs that an option requests.
+    Raises NoSlots if a node lacks GPUs or slots that the options request.
     """
     slots = dict(enumerate(host.slots for host in config.named_hosts))
     return {node.number: slots.get(node.number) or _room(config, node) for node in nodes}
@@ -177,7 +183,7 @@ def _room(config: WorldConfig, node: Node) -> int:
 
 
 def lack_of_room(config: WorldConfig, node: Node) -> str:
-    """Return why a node that joins a running world cannot have ranks; "" if it can."""
+    """Return "" if a node that joins a running world can have ranks, or why it cannot."""
     try:
         room_of(config, [node])
     except NoSlots as error:
@@ -186,7 +192,7 @@ def lack_of_room(config: WorldConfig, node: Node) -> str:
 
 
 def _gpus(config: WorldConfig, node: Node) -> tuple[str, ...]:
-    """Return the node's GPUs that workers may use; raises NoSlots if it lacks GPUs of `--gpus`."""
+    """Return the node's GPUs that workers may use; raises NoSlots if it lacks a GPU of `--gpus`."""
     try:
         gpus = node.facts.gpus
         return topology.parse_gpus(config.gpus, gpus) if config.gpus else gpus
@@ -200,7 +206,7 @@ def _has_cuda(node: Node) -> bool:
 
 
 def _usable_slots(config: WorldConfig, nodes: Sequence[Node]) -> Slots:
-    """Return all slots that the options allow on these nodes; raises NoSlots."""
+    """Return all slots on these nodes that the options allow workers to use; raises NoSlots."""
     room = room_of(config, nodes)
     # Use at most `per_node` slots of each node. A node's further room stays free, for example for
     # ranks of lost nodes.
@@ -210,9 +216,9 @@ def _usable_slots(config: WorldConfig, nodes: Sequence[Node]) -> Slots:
 
 
 def place_new_world(spec: WorldSpec, config: WorldConfig, nodes: Sequence[Node]) -> WorldSpec:
-    """Return `spec` with the number of ranks, their slots, the backend and MASTER_ADDR.
+    """Return `spec` completed for these nodes: number of ranks, their slots, backend, MASTER_ADDR.
 
-    They follow from the options and the nodes. Raises NoSlots if the nodes have too little room.
+    Raises NoSlots if the nodes lack room for the number of workers in `config`, or GPUs or nccl.
     """
     room, free = room_of(config, nodes), _usable_slots(config, nodes)
     size = len(free) if config.workers is None else config.workers
@@ -253,10 +259,10 @@ def with_master_address(spec: WorldSpec, nodes: Sequence[Node]) -> WorldSpec:
 def without_lost_nodes(
     spec: WorldSpec, config: WorldConfig, nodes: Sequence[Node]
 ) -> tuple[WorldSpec, tuple[int, ...]]:
-    """Return `spec` with the ranks of lost nodes on other nodes, and the ranks of `spec` to keep.
+    """Return `spec` with the ranks of lost nodes moved to `nodes`, and the ranks that remain.
 
-    If the other nodes lack room for all these ranks, the ranks leave the world. If no rank would
-    stay, return `spec` unchanged and no ranks.
+    `nodes` are the nodes that are not lost. If they lack room for all moved ranks, the ranks of
+    lost nodes are removed from `spec`. If no rank would remain, return `spec` unchanged and ().
     """
     lost = {slot.node for slot in spec.slots} - {node.number for node in nodes}
     keep = tuple(range(spec.world_size))
@@ -272,15 +278,15 @@ def without_lost_nodes(
 
 
 def attainable_size(config: WorldConfig, nodes: Sequence[Node]) -> int:
-    """Return the number of ranks for which the nodes have room, at most the requested number."""
+    """Return for how many ranks the nodes have room, but no more than the user has requested."""
     slots = len(_usable_slots(config, nodes))
     return slots if config.workers is None else min(slots, config.workers)
 
 
 def resized(spec: WorldSpec, size: int, keep: Sequence[int], room: Mapping[int, int]) -> WorldSpec:
-    """Return `spec` with `size` ranks: the ranks `keep` in this order, then new ranks.
+    """Return `spec` with `size` ranks: the present ranks `keep` in this order, then new ranks.
 
-    Raises NoSlots if the nodes have too little `room`.
+    `room` says for how many workers each node has room. Raises NoSlots if that is too little.
     """
     slots = tuple(spec.slots[rank] for rank in keep)
     new = tuple(islice(free_slots(room, slots), size - len(slots)))
@@ -293,10 +299,10 @@ REACHED = 16  # the most other machines to which each machine tries to connect
 
 
 def mismatch(name: str, hello: NodeHello, here: Versions) -> str:
-    """Return how a machine's versions differ from the notebook's, with a remedy.
+    """Return a message if a machine's versions do not fit the notebook's, or "" if they fit.
 
-    The version of nbdist must be equal, and so must the minor versions of Python, torch and
-    cloudpickle. Return "" if they are.
+    They fit if the version of nbdist and the minor versions of Python, torch and cloudpickle are
+    equal. The message says what the user can do. `here` has the notebook's versions.
     """
     facts = hello.facts
     interpreter = f"{facts.python} on {name}"
@@ -320,7 +326,10 @@ def mismatch(name: str, hello: NodeHello, here: Versions) -> str:
 
 
 def targets(nodes: Sequence[Node]) -> Mapping[int, tuple[ProbeTarget, ...]]:
-    """Return, by the number of a node, the other machines to which the node tries to connect."""
+    """Return to which other machines each node tries to connect, by the number of the node.
+
+    Each node tries at most `REACHED` of the others.
+    """
     everyone = [ProbeTarget(node.name, node.facts.address, node.facts.port) for node in nodes]
     return {
         node.number: (*everyone[at + 1 :], *everyone[:at])[:REACHED]
@@ -334,9 +343,9 @@ CODE_TIMEOUT = 60.0  # seconds for a node to receive some megabytes, perhaps ove
 
 
 class KeptCode:
-    """Keeps the archive of the notebook's folder, to send it to nodes that lack the folder.
+    """Keeps the archive of the notebook's folder in the head, and sends it to nodes that lack it.
 
-    Nodes that join later get the folder, too.
+    Because the archive is kept, nodes that join later can get it, too.
     """
 
     def __init__(self) -> None:
@@ -344,9 +353,10 @@ class KeptCode:
         self._parts: tuple[PutCode, ...] = ()
 
     async def store(self, request: GetCode | PutCode, nodes: Iterable[Node]) -> CodeHeld:
-        """Keep a message with a part of the archive; once all parts are there, send them to nodes.
+        """Keep a message of the notebook; once the archive is complete, send it to the nodes.
 
-        A `GetCode` begins another archive, unless the kept archive has the digest in the message.
+        Each `PutCode` has a part of the archive. A `GetCode` announces the archive; if the kept
+        archive has another digest, it is dropped. Returns the same as `distribute`.
         """
         match request:
             case GetCode(digest):
@@ -362,10 +372,10 @@ class KeptCode:
         return bool(self._parts) and self._parts[-1].is_last
 
     async def distribute(self, nodes: Iterable[Node]) -> CodeHeld:
-        """Send the archive to nodes that lack it, if the archive is complete.
+        """Send the archive to the nodes that lack it; do nothing if the archive is not complete.
 
-        Return the first problem. If there is none, return that the nodes have the folder, and
-        whether all nodes share the notebook's own folder.
+        Returns the answer of the first node with a problem. Without a problem, returns that all
+        nodes have the folder (`is_here`), and whether all share the notebook's own (`is_shared`).
         """
         if self._query is None or not self._is_whole:
             return CodeHeld("")

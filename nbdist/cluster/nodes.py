@@ -1,7 +1,7 @@
 """The machines of a world: starts agents on them, and notices when agents join, exit or are lost.
 
-Runs in the head. The head keeps its `NodePool` for the next world, if this world can use the same
-machines.
+Runs in the head. When a world has ended, the head keeps its `NodePool` for the next world, which
+may use the same machines.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ NODE_LEAVE_TIMEOUT = 5.0  # seconds after `Shutdown` for an agent to end its pro
 
 
 class CannotStart(Exception):
-    """A world cannot start: agents did not start or connect, or have failed a check.
+    """Raised if a world cannot start, because an agent did not start or connect, or failed a check.
 
-    `failure` is the message for the notebook.
+    `failure` is the message that the notebook gets.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class CannotStart(Exception):
 
 
 class NodePool:
-    """The nodes of a world by number, also lost nodes, and the processes of their launcher.
+    """All machines of a world, and the processes that have started agents there.
 
-    The pool calls `on_message` with each message of a node after its `NodeHello`. It calls
-    `on_lost` with a node that was lost, `on_joined` with a node that has joined after the start,
-    and `notify` with the names of all silent nodes.
+    `nodes` has the machines by number, also lost ones. The pool calls `on_message` with each
+    message of a node after the first (`NodeHello`), `on_lost` when a node is lost, and `on_joined`
+    when a node joins after the start. It calls `notify` with the names of all silent nodes.
     """
 
     def __init__(
@@ -102,10 +102,11 @@ class NodePool:
         return [node for _, node in sorted(self.nodes.items()) if not node.lost]
 
     def can_serve(self, config: WorldConfig) -> bool:
-        """Return True if a world of this configuration can use the present nodes.
+        """Return True if the present nodes can be used for a new world with this configuration.
 
-        The configuration must be for the same machines; if it is, the pool uses it from now on. The
-        nodes must be enough for a start. If no further node can join, no node may be missing.
+        Returns False if it requests other machines, if fewer than `min_nodes` nodes are present, or
+        if nodes are missing that cannot join any more. If it requests the same machines, the
+        configuration becomes the pool's `config`.
         """
         if _machine_options(config) != self._machine_options:
             return False
@@ -115,9 +116,9 @@ class NodePool:
         )
 
     def word_rejoin_hint(self) -> str:
-        """Return a sentence for the user on how missing nodes can join.
+        """Return a sentence that tells the user how missing nodes can join.
 
-        Return "" if no node is missing, or if the head itself starts missing agents again.
+        Returns "" if no node is missing, or if the head itself starts agents on missing nodes.
         """
         if not self._is_short:
             return ""
@@ -131,14 +132,14 @@ class NodePool:
 
     @property
     def _is_final(self) -> bool:
-        """Whether no further node can join, and no lost node can join again."""
+        """Whether neither a new node nor a lost node can join any more."""
         return self._launched.again is None and not self._launched.invitation
 
     @property
     def _is_short(self) -> bool:
-        """Whether nodes are missing: fewer are present than the user's maximum.
+        """Whether fewer nodes are present than the largest number that the user has requested.
 
-        Without a maximum, nodes are missing if any node that has joined is lost.
+        If the user has requested no largest number, this is True if any node is lost.
         """
         # With `--salloc` the maximum does not count: if Slurm has granted fewer nodes, this is no
         # reason to ask for another allocation.
@@ -146,9 +147,10 @@ class NodePool:
         return len(self.present_nodes) < (possible or len(self.nodes))
 
     async def fill(self, report: Callable[[str], None]) -> None:
-        """Start agents, wait until enough of them have connected, and check them.
+        """Start agents, and wait until enough of them have connected.
 
-        `report` is called repeatedly with a line on the progress. Raises CannotStart or NoSlots.
+        Then check that the machines can reach each other, unless the backend is "none". `report` is
+        called repeatedly with a line on the progress. Raises CannotStart or NoSlots.
         """
         config = self.config
         try:
@@ -207,7 +209,7 @@ class NodePool:
 
     async def _wait_for_nodes(self, report: Callable[[str], None]) -> None:
         launched, config = self._launched, self.config
-        # If the user has not allowed fewer nodes than the launcher has, all nodes must join (0).
+        # 0 means that all nodes of the launcher must join, unless the user has allowed fewer.
         minimum = config.min_nodes if config.max_nodes and config.min_nodes < launched.nodes else 0
         awaited = Awaited(launched.nodes, config.workers, launched.invitation, minimum)
         deadline = asyncio.get_running_loop().time() + launched.arrive_timeout
@@ -230,7 +232,10 @@ class NodePool:
         report(awaited.text(room))
 
     def _workers_by_name(self) -> dict[str, int]:
-        """Return for how many workers each present node has room, by a unique name of the node."""
+        """Return for how many workers each present node has room, by a unique name of the node.
+
+        Nodes with equal names get their number as a suffix.
+        """
         room, rooms = room_of(self.config, self.present_nodes), dict[str, int]()
         names = [node.name for node in self.present_nodes]
         for node in self.present_nodes:
@@ -239,9 +244,9 @@ class NodePool:
         return rooms
 
     async def _check_connections(self, nodes: Sequence[Node]) -> None:
-        """Let each machine try to connect to other machines, which `targets` chooses.
+        """Make each machine try to connect to some others (`targets`).
 
-        Raises CannotStart if a machine cannot reach another machine, or does not answer.
+        Raises CannotStart if a machine cannot reach another, or does not answer.
         """
         targets_by_node = targets(nodes)
         checks = (_find_unreached(node, targets_by_node[node.number]) for node in nodes)
@@ -257,10 +262,10 @@ class NodePool:
                 raise CannotStart(node.name, why)
 
     async def _restart_missing_agents(self) -> None:
-        """Start agents again on hosts that have none, repeatedly until the pool is closed.
+        """Look every few seconds for hosts without an agent, and start their agents again.
 
-        If a node is refused, for example because of its versions, `_pause_restarts` makes the
-        pauses between its restarts longer.
+        Runs until the pool is closed. The agent of a node that was refused, for example because of
+        its versions, is started after longer and longer pauses (`_pause_restarts`).
         """
         launched, loop = self._launched, asyncio.get_running_loop()
         assert launched.again is not None
@@ -308,9 +313,9 @@ class NodePool:
             self._run_in_background(self._admit_late_node(node))
 
     def _pause_restarts(self, number: int) -> None:
-        """Let the agent of a refused node be started again only after a pause.
+        """Set the earliest time at which the agent of a refused node is started again.
 
-        Each pause is twice as long as the last, at most `MAX_REFUSED_PAUSE`.
+        Each pause is twice as long as the last one, but at most `MAX_REFUSED_PAUSE` seconds.
         """
         _, last_pause = self._refused.get(number, (0.0, AGAIN_INTERVAL))
         pause = min(2 * last_pause, MAX_REFUSED_PAUSE)
@@ -319,8 +324,9 @@ class NodePool:
     def _number_for(self, hello: NodeHello) -> int:
         """Return the number for a node that joins.
 
-        This is the number that the launcher has given, or that the node had before it was lost. If
-        there is none, or another node has it, this is an unused number.
+        By default this is the number that the launcher has given, or the number that the node had
+        before it was lost. If it has neither, or if another node has the number now, return a
+        number that no node has had.
         """
         number, name = hello.facts.number, hello.facts.name
         lost = {each.facts.name: each.number for each in self.nodes.values() if each.lost}
@@ -333,10 +339,10 @@ class NodePool:
     # --- nodes that are lost -------------------------------------------------------------------
 
     async def exit_reason(self) -> str:
-        """Return why the launcher's command has ended, if one command has started all agents.
+        """Return why the command that has started all agents, such as `srun`, has ended.
 
-        Wait up to `LAST_WORD_TIMEOUT` for the command to write the reason. Return "" if it does not
-        write one, or if each agent has its own command.
+        Waits up to `LAST_WORD_TIMEOUT` seconds for the command to write the reason. Returns "" if
+        it does not write one, or if each agent was started by a command of its own.
         """
         loop = asyncio.get_running_loop()
         shared = [process for process in self._processes if not process.host]
@@ -394,9 +400,9 @@ class NodePool:
 
 
 def _machine_options(config: WorldConfig) -> tuple[object, ...]:
-    """Return the options on which the machines and their agents depend.
+    """Return the options that say which machines are used and how their agents are started.
 
-    A world with equal options can use the same agents. Options for ranks are left out.
+    If two configurations have these options in common, their worlds can use the same agents.
     """
     started_by = config.launcher_name, config.named_hosts, config.salloc, config.wrap
     size, python = (config.min_nodes, config.max_nodes), (config.python, config.fork)
@@ -409,7 +415,7 @@ async def _read_clock(node: Node) -> None:
 
 
 async def _find_unreached(node: Node, targets: Sequence[ProbeTarget]) -> str:
-    """Return which target a node cannot reach, and why; "" if it reaches all.
+    """Ask a node whether it can reach all targets; return "", or the target out of reach, and why.
 
     Raises CannotStart if the node is lost or does not answer.
     """
@@ -426,11 +432,12 @@ def _first_complaint(processes: Sequence[LauncherProcess]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """The number of nodes for which a start waits.
+    """The number of nodes for which the start of a world waits.
 
-    `invitation` is the command by which a user lets a machine join, "" if a launcher starts agents.
-    With an invitation, the nodes must also have room for all `workers`, if their number is given.
-    `least` nodes are enough if no other node joins for `LAST_CALL` seconds; 0 if all must join.
+    `invitation` is the command that a user runs on a machine to let it join, or "" if a launcher
+    starts agents. With an invitation, the start also waits until the nodes have room for all
+    `workers`, if this number is given. If `least` is not 0, then `least` nodes are enough once no
+    further node has joined for `LAST_CALL` seconds.
     """
 
     nodes: int
@@ -439,13 +446,16 @@ class Awaited:
     least: int = 0
 
     def can_start_without_rest(self, room: Mapping[str, int]) -> bool:
-        """Return True if the world can start with the nodes in `room`, without missing nodes."""
+        """Return True if the world can start with the nodes in `room`, although others are missing.
+
+        `room` is as for `is_complete`.
+        """
         return 0 < self.least <= len(room) and not self.invitation
 
     def is_complete(self, room: Mapping[str, int]) -> bool:
         """Return True if no further node is needed.
 
-        `room` has by the name of each node the number of workers for which it has room.
+        `room` says for how many workers each node has room, by the name of the node.
         """
         if len(room) < self.nodes:
             return False
@@ -454,7 +464,8 @@ class Awaited:
     def text(self, room: Mapping[str, int]) -> str:
         """Return a line on the progress, such as `1 of 2 nodes: a (4)`.
 
-        With an `invitation` the line begins with this command, as long as nodes are missing.
+        `a` is a node with room for 4 workers. As long as nodes are missing, the line begins with
+        the command of an `invitation`.
         """
         hosts = ", ".join(f"{name} ({number})" for name, number in room.items())
         text = f"{len(room)} of {count(self.nodes, 'node')}"

@@ -48,7 +48,7 @@ TOKEN_WANTED = (
     "the Ray cluster takes only whom it knows by its token: set RAY_AUTH_MODE=token before the "
     "notebook begins, and have the token in ~/.ray/auth_token or in RAY_AUTH_TOKEN"
 )
-"""Replaces Ray's own message about a token, which is only in Ray's log, or longer than a line."""
+"""A message that is shown in place of Ray's own, which is in Ray's log or longer than a line."""
 
 Ended = tuple[int, int, list[str]]
 """The number of an agent that has ended, its exit code, and the last lines that it has written."""
@@ -68,11 +68,12 @@ class RayLauncher:
 
 
 class Driver(Child):
-    """The head's side of the driver process, with a thread that reads the driver's messages.
+    """The head's object for the driver process; a thread reads the driver's messages.
 
-    First the head sends the options and the ticket. The driver answers with the hosts on which
-    actors start agents, or with the reason why none does. Then the head sends the number of each
-    agent that must exit, and the driver sends an `Ended` for each agent that has ended.
+    First the head sends the options and the ticket. The driver answers with a list of the hosts on
+    which actors run agents, or with a text that says why it could not start actors. After that, the
+    head sends the number of each agent that must exit, and the driver sends an `Ended` for each
+    agent that has ended.
     """
 
     def __init__(self, log: Path) -> None:
@@ -82,7 +83,10 @@ class Driver(Child):
         self._listener = threading.Thread(target=self._listen, name="ray", daemon=True)
 
     def place(self, config: WorldConfig, ticket: Ticket) -> Sequence[RayAgent]:
-        """Make the driver start all actors, and return their agents; raises OSError if it fails."""
+        """Make the driver start an actor with an agent on each node; return the agents.
+
+        Raises OSError if that fails.
+        """
         timer = threading.Timer(PLACED_TIMEOUT, self._process.kill)
         timer.start()
         try:
@@ -108,13 +112,13 @@ class Driver(Child):
         send(self._process.stdin, number)
 
     def leave(self) -> None:
-        """End the driver, and with it all actors."""
+        """End the driver's process; its actors and their agents end with it."""
         self._end(RAY_LEAVE_TIMEOUT)
         self._listener.join(LAUNCHER_KILL_TIMEOUT)
         self.close()
 
     def close(self) -> None:
-        """Close all files; called after the driver has exited."""
+        """Close this process's descriptors; called after the driver has exited."""
         super().close()
         assert self._process.stdout is not None
         self._process.stdout.close()
@@ -187,7 +191,10 @@ def actor_name(config: WorldConfig, number: int) -> str:
 
 
 def read_message(stream: IO[bytes] | None) -> Any:
-    """Return the next message of the head or the driver; None if no further message comes."""
+    """Wait for the next message of the other process; return None if no more messages come.
+
+    The processes are the head and the driver.
+    """
     assert stream is not None
     try:
         return pickle.load(stream)
@@ -196,7 +203,7 @@ def read_message(stream: IO[bytes] | None) -> Any:
 
 
 def send(stream: IO[bytes] | None, message: object) -> None:
-    """Send a message to the head or the driver; drop the message if that process has exited."""
+    """Send a message from the head to the driver or back; drop it if the receiver has exited."""
     assert stream is not None
     with suppress(OSError, ValueError):
         pickle.dump(message, stream)
@@ -215,20 +222,20 @@ Bundle = Mapping[str, float]
 
 
 class RayNode(NamedTuple):
-    """A node of the Ray cluster, with all its resources, also resources in use."""
+    """A node of the Ray cluster, with all its resources, including those in use."""
 
     name: str
     resources: Bundle
 
 
 class NoRoom(ValueError):
-    """The Ray cluster lacks requested resources; the message has the request and the resources."""
+    """Raised if the Ray cluster lacks requested resources; the message says what it has."""
 
 
 def bundles_of(config: WorldConfig, nodes: Sequence[RayNode]) -> list[Bundle]:
-    """Return the resources to reserve on each node that the world uses, as the options say.
+    """Return the resources that the options request: an item for each node that the world needs.
 
-    Raises NoRoom if the nodes have too few resources.
+    `nodes` are the nodes of the cluster. Raises NoRoom if they have too few resources.
     """
     per_node, workers = config.per_node, config.workers
     has_gpus = any(node.resources.get(GPU_RESOURCE) for node in nodes) and config.backend != "gloo"
@@ -280,7 +287,10 @@ def _word_nodes(nodes: Sequence[RayNode]) -> str:
 
 
 def distinct(names: Sequence[str], addresses: Sequence[str]) -> list[str]:
-    """Return distinct names: equal names get their addresses as suffixes, and if needed numbers."""
+    """Return the names, made distinct: names that are equal get their addresses as suffixes.
+
+    If they are equal even then, they get numbers as suffixes.
+    """
     for suffixes in (addresses, [f"{number}" for number in range(len(names))]):
         pairs = zip(names, suffixes, strict=True)
         names = [name if names.count(name) == 1 else f"{name}-{suffix}" for name, suffix in pairs]
@@ -318,27 +328,27 @@ if code < 0:
     os.kill(os.getpid(), -code)
 sys.exit(code)
 """
-# The program of a process between an actor and the guard of its agent, which runs the guard and
-# passes on its exit code. Ray kills only an actor's own children together with the actor. The guard
-# must survive, to end the leftovers of a killed agent, so it must not be the actor's own child.
+# The program of a process between an actor and its agent's guard. The process runs the guard, and
+# exits with the guard's exit code. If an actor ends, Ray kills the actor's own children. The guard
+# must survive this, to end the leftovers of a killed agent, so the guard is no child of the actor.
 
 
 class AgentActor:
-    """The actor that Ray starts on a node, and that runs the node's agent.
+    """The actor that Ray starts on a node to run the node's agent.
 
-    Ray pickles the class, with all names of this module that the class uses. None of these may need
-    nbdist: only the interpreter of the agent must have nbdist, and not that of the actor. If the
-    agent exits, `run` returns. If the actor ends, the agent's stdin is closed, and the agent exits.
+    When the agent exits, `run` returns. When the actor ends, the agent's stdin is closed, and the
+    agent exits. Ray pickles this class with all names of this module that it uses. They must work
+    without nbdist, which the interpreter of the actor may lack; only the agent's must have it.
     """
 
     def __init__(self) -> None:
         self._child: Any = None
 
     def run(self, command: Sequence[str], guess: str, ticket: bytes) -> tuple[int, list[str]]:
-        """Run the agent, and return its exit code and last lines.
+        """Run `command`, which is the agent, until it exits; return its exit code and last lines.
 
-        `guess` is the path of the head's interpreter, "" if the user has chosen another one. If
-        this node has no such file, the actor's interpreter runs the agent.
+        `guess` is the path of the head's interpreter in `command`, or "" if the user has chosen an
+        interpreter. If this node has no file `guess`, the actor's own interpreter runs the agent.
         """
         replacements = {guess: sys.executable} if guess and not os.path.exists(guess) else {}
         # Give the agent the environment of the node, without variables that Ray has set for actors.
@@ -380,9 +390,9 @@ class AgentActor:
 
 
 def drive() -> None:
-    """Start actors as the head requests, and serve the head until stdin is closed.
+    """Run the driver: start the actors that the head requests, and serve the head.
 
-    This is the main function of the driver's process.
+    Returns when stdin is closed, or when the actors cannot be started.
     """
     # Let stdout be stderr, a log file, for what Ray prints. Only messages go to the head.
     output = os.fdopen(os.dup(1), "wb")
@@ -410,9 +420,10 @@ def drive() -> None:
 
 
 def word_no_cluster(requested: str) -> str:
-    """Return why no Ray cluster can be reached at the requested address.
+    """Return why no Ray cluster can be reached at the requested address, or "" if one may be there.
 
-    Return "" if a cluster may be reached. This check is quicker than Ray's own.
+    `requested` is the value of RAY_ADDRESS; "auto" means this machine's cluster. This check is
+    quicker than Ray's own.
     """
     address = current_cluster() if requested == "auto" else requested
     if not address:
@@ -427,9 +438,9 @@ def word_no_cluster(requested: str) -> str:
 
 
 def current_cluster() -> str:
-    """Return the address of this machine's Ray cluster, from a file that `ray start` writes.
+    """Return the address of this machine's Ray cluster, or "" if this machine is in none.
 
-    Return "" if there is no file.
+    The address is in a file that `ray start` writes.
     """
     try:
         return Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", CURRENT).read_text().strip()
@@ -438,13 +449,14 @@ def current_cluster() -> str:
 
 
 Reserved = tuple[Any, int, Bundle]
-"""A placement group, an index in it, and the resources that are reserved there."""
+"""A reservation on one node: Ray's placement group, an index in it, and the reserved resources."""
 
 
 def reserve_nodes(config: WorldConfig) -> tuple[list[Reserved], list[str]]:
-    """Reserve resources on nodes; return the reservations and the nodes' names.
+    """Reserve the requested resources on nodes of Ray; return the reservations and nodes' names.
 
-    Both lists are sorted by the names of the nodes. Raises NoRoom.
+    Both lists are sorted by the names of the nodes. Raises NoRoom if the cluster lacks resources,
+    or if they do not become free within `PLACE_TIMEOUT` seconds.
     """
     import ray
     from ray.util.placement_group import placement_group, placement_group_table
@@ -466,7 +478,7 @@ def reserve_nodes(config: WorldConfig) -> tuple[list[Reserved], list[str]]:
 
 
 def word_busy(bundles: Sequence[Bundle], free: Bundle, total: Bundle) -> str:
-    """Return a message that too few resources are free, with the resources that are free."""
+    """Return a message which says that too few of the cluster's resources are free, and which."""
     nodes = f"{count(len(bundles), 'node')} with {word_bundle(bundles[0])}"
     return (
         f"{nodes} each: the cluster has that, but it was not free within {PLACE_TIMEOUT:.0f} s; "
@@ -475,7 +487,10 @@ def word_busy(bundles: Sequence[Bundle], free: Bundle, total: Bundle) -> str:
 
 
 def start(config: WorldConfig, ticket: bytes, places: Sequence[Reserved]) -> list[tuple[Any, Any]]:
-    """Start the actors, which run the agents; return each actor and the reference to its result."""
+    """Start an actor with an agent in each place; return each actor and a reference to its result.
+
+    A result is the exit code and last lines of the agent (`AgentActor.run`).
+    """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -500,10 +515,10 @@ def start(config: WorldConfig, ticket: bytes, places: Sequence[Reserved]) -> lis
 
 
 def serve(agents: Sequence[tuple[Any, Any]], output: IO[bytes]) -> None:
-    """Serve the head until stdin is closed.
+    """Serve the head until stdin is closed: end each agent whose number the head sends.
 
-    Report each agent that has ended, from a thread of Ray. End each agent whose number the head
-    sends.
+    `agents` has each actor and the reference to its result. When an agent has ended, a thread of
+    Ray writes an `Ended` message to `output`.
     """
     for number, (_, result) in enumerate(agents):
         result.future().add_done_callback(lambda end, at=number: send(output, agent_end(at, end)))
@@ -512,7 +527,10 @@ def serve(agents: Sequence[tuple[Any, Any]], output: IO[bytes]) -> None:
 
 
 def agent_end(number: int, result: Future[tuple[int, list[str]]]) -> Ended:
-    """Return the `Ended` message for an agent; if its actor was lost, with Ray's error message."""
+    """Return the message to the head that agent `number` has ended.
+
+    It has the exit code and last lines of the agent, or Ray's error message if the actor was lost.
+    """
     error = result.exception()
     if error is None:
         return number, *result.result()

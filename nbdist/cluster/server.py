@@ -1,8 +1,8 @@
-"""The head's server for agents of other machines: one port that accepts only this world's keys.
+"""The head's server, to which all agents of a world connect: a port that accepts only their keys.
 
-The server asks Linux when the last byte of each agent has come, to find agents that are lost. A
-busy agent does not look lost, because libzmq's own threads answer for it. The head makes a
-`NodeServer` for each `NodePool`.
+To find lost agents, the server asks Linux when the last byte of each agent has arrived. A busy
+agent does not look lost, because libzmq's own threads answer for it. The head makes a `NodeServer`
+for each `NodePool`.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ The field is `tcpi_last_data_recv`, the milliseconds since the last byte has com
 
 @dataclass(slots=True)
 class _Line:
-    """The link to an agent: the numbered messages, and the descriptor of the connection.
+    """The head's end of the link to one agent.
 
-    The descriptor belongs to libzmq. Once the connection is closed, another connection may get the
-    same descriptor. `lost_for` counts the seconds since the connection was lost; it is None before.
-    Pauses of this process do not count: just after a pause, the head has not yet read which agents
-    have reconnected.
+    `numbered` keeps sent messages until the agent has acknowledged them. `lost_for` is None, or the
+    seconds since the connection was lost. Seconds in which the head was paused do not count, since
+    the head has not read yet which agents have reconnected in the pause. `_fd` is libzmq's
+    descriptor of the connection. A later connection may get the same descriptor, so `_peer` has the
+    agent's address, which that connection does not have.
     """
 
     numbered: Numbered = field(default_factory=Numbered)
@@ -65,7 +66,7 @@ class _Line:
     _peer: object = None
 
     def set_connection(self, frame: zmq.Frame) -> None:
-        """Record the connection over which a frame has arrived."""
+        """Record that the agent is connected, by the connection over which `frame` has come."""
         self._fd, self._peer, self.lost_for = int(frame.get("__fd")), None, None
         with suppress(OSError), socket.socket(fileno=os.dup(self._fd)) as connection:
             self._peer = connection.getpeername()
@@ -85,12 +86,12 @@ class _Line:
 
 
 class NodeServer:
-    """The head's side of the links to all agents of a world.
+    """The head's end of the links to all agents of a world.
 
-    An agent is known by its identity, which it keeps if it reconnects. The server calls
-    `on_message` with each message of an agent, and `on_lost` with an agent that has ended or counts
-    as lost. It calls `on_silent` repeatedly with all silent agents, and once with none when no
-    agent is silent any more.
+    An agent is known by its identity (bytes), which it keeps when it reconnects. The server calls
+    `on_message` with the identity and each message of an agent, and `on_lost` when an agent has
+    ended or counts as lost. While agents are silent, it calls `on_silent` again and again with all
+    of their identities, and at last with none.
     """
 
     def __init__(
@@ -122,7 +123,10 @@ class NodeServer:
         return f"<NodeServer port {self.port}, {len(self._lines)} agents, {self.refused} refused>"
 
     def open(self, *addresses: str, link_timeout: float = LINK_TIMEOUT) -> None:
-        """Listen on a free port, at the given addresses of this machine, by default at all."""
+        """Listen on a free port at these addresses of this machine, by default at all of them.
+
+        An agent counts as lost after `link_timeout` silent seconds.
+        """
         self.link_timeout = link_timeout
         listen_with(self._socket, self._keys, link_timeout)
         self._monitor = self._socket.get_monitor_socket(
@@ -145,7 +149,10 @@ class NodeServer:
             task.add_done_callback(_report_fault)
 
     def ticket(self, addresses: tuple[str, ...], *, fork: bool) -> Ticket:
-        """Return the ticket for this world's agents, with these addresses of the head."""
+        """Return the ticket by which agents connect to this server, at these addresses.
+
+        `fork` says whether the agents fork their workers.
+        """
         keys = self._keys.public, self._agents_keys
         return Ticket(addresses, self.port, *keys, fork, self.link_timeout)
 
@@ -228,9 +235,9 @@ class NodeServer:
             log.warning("dropped an unreadable message, %d by now: %s", self.unreadable, error)
 
     async def _send_heartbeats(self) -> None:
-        """Send a heartbeat to each agent twice a second, and find silent and lost agents.
+        """Send all agents a heartbeat every `BEAT_INTERVAL` seconds; find silent and lost agents.
 
-        The heartbeats are needed because libzmq reports a lost connection only when the head sends.
+        The head must send, because libzmq reports only then that a connection was lost.
         """
         silent: set[bytes] = set()
         while True:
@@ -266,7 +273,7 @@ def _report_fault(task: asyncio.Task[None]) -> None:
 
 
 OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-"""Addresses in other networks, for `_outgoing_address`; nothing is sent to them.
+"""Addresses outside of this network, for which Linux is asked for a route; nothing is sent there.
 
 No machine has these addresses (RFC 5737, RFC 3849).
 """
@@ -275,9 +282,9 @@ No machine has these addresses (RFC 5737, RFC 3849).
 def addresses(preferred: str | None) -> tuple[str, ...]:
     """Return addresses at which other machines may reach this machine, the likeliest first.
 
-    The likeliest address is the address from which packets leave for other networks; others may
-    belong to bridges of containers. If `preferred` is an interface, return only its addresses. If
-    `preferred` is any other text, return it as the only address.
+    First come the addresses from which packets leave for other networks; others may belong to
+    bridges of containers. If `preferred` is the name of a network interface, return only its
+    addresses. If `preferred` is any other text, return only this text.
     """
     interfaces = psutil.net_if_addrs()
     if preferred and preferred not in interfaces:
@@ -295,10 +302,10 @@ def addresses(preferred: str | None) -> tuple[str, ...]:
 
 
 def listen_addresses(preferred: str | None) -> tuple[str, ...]:
-    """Return the addresses at which to listen, for the address or interface `preferred`.
+    """Return the addresses of this machine at which the head must listen; () means all of them.
 
-    Return (), which stands for all addresses, if nothing is preferred, or if this machine lacks one
-    of the addresses.
+    They are `preferred`, or the addresses of the network interface with this name. Returns () if
+    `preferred` is None or "", or if it is no address of this machine.
     """
     local = addresses(preferred) if preferred else ()
     return local if own_addresses().issuperset(local) else ()

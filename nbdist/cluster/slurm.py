@@ -3,8 +3,8 @@
 The head uses the allocation in which the notebook runs (SLURM_JOB_ID), or with `--salloc` a new
 allocation that ends with the world. For a new allocation it starts another process, `python -m
 nbdist.cluster.slurm SALLOC ...`, which runs `salloc` and cancels the job at the end. Without this
-process a job would go on if `salloc` was killed, or stay in the queue if the head was killed. Ranks
-are no tasks of Slurm, because Slurm cannot restart a single task.
+process a job would go on if `salloc` was killed, or stay in the queue if the head was killed. A
+task of Slurm is an agent and not a rank, because Slurm cannot restart a single task.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ OF_ALLOCATION = (
     *("SLURM_CPUS_PER_TASK", "SLURM_CPUS_PER_GPU", "SLURM_GPUS_PER_TASK", "SLURM_DISTRIBUTION"),
     *("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE", "SLURM_THREADS_PER_CORE"),
 )
-"""Variables on tasks, processors and memory, which `salloc` sets for the command that it runs.
+"""Environment variables on tasks, processors and memory that `salloc` sets for its command.
 
-They are unset, because `srun` would take them as options.
+They are removed before `srun` runs, because `srun` would take them as options.
 """
 
 OF_TASK = (
@@ -49,13 +49,14 @@ OF_TASK = (
     *("SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_NUM_TASKS"),
     *("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEPID", "SLURM_STEP_ID", "SLURM_GTIDS"),
 )
-"""Variables of the agent's task of Slurm, which are unset.
+"""Environment variables that describe the agent's task of Slurm; the agent does not get them.
 
-A library in a worker, such as Lightning, would take the number of the node for the worker's rank.
+With them, a library in a worker, such as Lightning, would take the node's number for the worker's
+rank.
 """
 
-# The shell command of each task, which passes the number of the node to the agent: the first node
-# runs the first task.
+# The shell command of each task of Slurm. It passes the number of the task to the agent as the
+# number of the node, because there is one task on each node, in the same order.
 NUMBERED = f'number=$SLURM_PROCID; unset {" ".join(OF_TASK)}; exec "$@" --node "$number"'
 CLUSTERS = "SALLOC_CLUSTERS"
 
@@ -75,7 +76,7 @@ _JOB_GONE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class SlurmJob:
-    """An allocation, as Slurm describes it."""
+    """An allocation of Slurm: its number, its state, and its nodes."""
 
     number: str
     state: str
@@ -89,7 +90,7 @@ class SlurmLauncher:
     def launch(self, config: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
         """Start agents in the notebook's allocation, or with `--salloc` in a new allocation.
 
-        Raises LaunchError or OSError if that fails.
+        Returns before the new allocation is granted. Raises LaunchError or OSError if that fails.
         """
         needed = ("salloc", "srun") if config.salloc else ("scontrol", "srun")
         if missing := [name for name in needed if shutil.which(name) is None]:
@@ -113,7 +114,7 @@ class SlurmLauncher:
 class SlurmCommand(AgentCommand):
     """The process of an `srun`, or of a command that runs `srun`.
 
-    `allocation` names the allocation in messages.
+    `allocation` is the name of the allocation in messages to the user.
     """
 
     allocation = ""
@@ -123,7 +124,10 @@ class SlurmCommand(AgentCommand):
 
 
 class Allocation(SlurmCommand):
-    """The process that runs `salloc`, and cancels the job at the end (`own_allocation`)."""
+    """The head's object for the process that runs `salloc` and at last cancels the job.
+
+    That process runs `own_allocation`.
+    """
 
     def __init__(self, config: WorldConfig, ticket: Ticket, folder: Path) -> None:
         command = salloc_command(config)
@@ -132,9 +136,9 @@ class Allocation(SlurmCommand):
         self.allocation, self.command = f"`--salloc {config.salloc}`", shlex.join(command)
 
     def end(self, timeout: float) -> None:
-        """End the process, which cancels the job.
+        """End the process, which first cancels the job.
 
-        If the job may still run, report it on stderr, which is the head's log.
+        If the job may still run afterwards, write that to stderr, which is the head's log.
         """
         # A last `scancel` may begin just before `CANCEL_TIMEOUT` is over: wait for its end, too.
         super().end(timeout + 2 * CANCEL_TIMEOUT)
@@ -146,7 +150,7 @@ class Allocation(SlurmCommand):
 
 
 def srun_command(job: str, nodes: int, config: WorldConfig) -> list[str]:
-    """Return the command that starts an agent on each of `nodes` nodes of an allocation."""
+    """Return the command that starts an agent on each of `nodes` nodes of the allocation `job`."""
     return ["srun", f"--jobid={job}", f"--nodes={nodes}", f"--ntasks={nodes}", *_step(config)]
 
 
@@ -174,7 +178,10 @@ def _step(config: WorldConfig) -> list[str]:
 
 
 def _resources(config: WorldConfig) -> list[str]:
-    """Return salloc's options for nbdist's `--cpus` and `--memory`, which count for each worker."""
+    """Return the options of salloc for the processors and memory that the workers need.
+
+    nbdist's own options `--cpus` and `--memory` are for each worker.
+    """
     per_node, options = config.per_node, []
     minimum, maximum = requested_nodes(config)
     if isinstance(per_node, int) and minimum < maximum:
@@ -192,9 +199,9 @@ def _resources(config: WorldConfig) -> list[str]:
 
 
 def _memory(config: WorldConfig) -> str:
-    """Return the memory of all workers of a node together.
+    """Return how much memory all workers of a node need together, such as `16G`.
 
-    Return "" without `--memory`, or if the number of workers is not known.
+    Returns "" without `--memory`, or if the number of workers on a node is not known.
     """
     per_node = config.per_node
     if config.memory is None or not isinstance(per_node, int):
@@ -216,9 +223,10 @@ def _split(text: str) -> list[str]:
 
 
 def requested_nodes(config: WorldConfig) -> tuple[int, int]:
-    """Return the least and the largest number of nodes of a new allocation.
+    """Return the least and the largest number of nodes for a new allocation.
 
-    They are given by the option -N of salloc, or else by `-j`.
+    Both are from the option -N in `--salloc`, or without -N from `-j`. Raises LaunchError if -N
+    and `-j` contradict each other.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("-N", "--nodes", default="")
@@ -242,9 +250,10 @@ def requested_nodes(config: WorldConfig) -> tuple[int, int]:
 
 
 def find_job(environ: Mapping[str, str]) -> SlurmJob:
-    """Return the allocation in which this process runs.
+    """Return the allocation in which this process runs, as `environ` says.
 
-    Raises LaunchError if there is none or it has ended, and OSError if Slurm does not answer.
+    Raises LaunchError if there is none, or if it has ended. Raises OSError if Slurm does not
+    answer.
     """
     number = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
     if not number:
@@ -278,7 +287,10 @@ def read_job(number: str, text: str) -> SlurmJob:
 
 
 def nodes_of(job: SlurmJob, config: WorldConfig) -> int:
-    """Return how many agents to start in an allocation; raise LaunchError for too few nodes."""
+    """Return on how many nodes of an allocation agents must be started.
+
+    Raises LaunchError if the allocation has fewer nodes than the user has requested.
+    """
     if job.nodes < config.min_nodes:
         raise LaunchError(
             f"allocation {job.number} has {count(job.nodes, 'node')} ({job.names}), and "
@@ -288,9 +300,10 @@ def nodes_of(job: SlurmJob, config: WorldConfig) -> int:
 
 
 def word_complaint(name: str, lines: Sequence[str]) -> str:
-    """Return why Slurm has ended or refused an allocation, as the `lines` of srun or salloc say.
+    """Return a message that says why Slurm has ended or refused an allocation, or "".
 
-    `name` names the allocation in the message. Return "" if no line gives a reason.
+    `name` is the name of the allocation in the message. The reason is in `lines`, the last lines of
+    srun or salloc; "" is returned if it is not.
     """
     if owner_messages := [match[1] for line in lines if (match := _SALLOC_LINE.fullmatch(line))]:
         return f"{name}: {owner_messages[0]}"
@@ -303,9 +316,9 @@ def word_complaint(name: str, lines: Sequence[str]) -> str:
 
 
 def word_queue(lines: Sequence[str]) -> str:
-    """Return a line on the job that waits in Slurm's queue, and why it waits; "" if none waits.
+    """Return a line which says that the job waits in Slurm's queue, and why, or "" if it does not.
 
-    `lines` are from the log of `own_allocation`.
+    `lines` are the last lines in the log of `own_allocation`.
     """
     text = "\n".join(lines)
     numbers = _JOB_NUMBER.findall(text) if GRANTED not in text else []
@@ -328,40 +341,44 @@ LONGEST_LOG = 1 << 20
 CARRIED = frozenset(
     ("PATH", "LD_LIBRARY_PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ")
 )
-"""Variables of the head that Slurm's commands pass on to the agents, besides `OF_SLURM`."""
+"""Environment variables of the head that agents get, besides `OF_SLURM`."""
 
 OF_SLURM = frozenset(("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CLUSTER_NAME", "SLURM_JWT"))
-"""Variables that Slurm's commands need.
+"""Environment variables that Slurm's commands need.
 
-Other variables of Slurm are not passed on, since `srun` takes many of them as options: it could
+They do not get Slurm's other variables, because `srun` takes many of them as options, and could
 start too many agents.
 """
 
 GRANTED = "Granted job allocation"
 REASON, NO_REASON = "nbdist: the queue: ", "None"
-"""The beginning of a log line on why a job waits, and squeue's word for no reason."""
+"""The beginning of a log line that says why a job waits, and what squeue writes for no reason."""
 _JOB_NUMBER = re.compile(r"(?:Granted|Pending) job allocation ([0-9]+)")
 _FINAL_JOB_STATES = frozenset(("", "COMPLETING"))
 _FORGOTTEN = "Invalid job id"
 
 
 def step_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for Slurm's commands, which pass them on: `CARRIED` and `OF_SLURM`."""
+    """Return the part of `environ` that Slurm's commands and the agents get."""
     return {name: value for name, value in environ.items() if name in CARRIED | OF_SLURM}
 
 
 def salloc_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for salloc: `step_environ`, and the user's own variables SALLOC_*."""
+    """Return the part of `environ` that salloc gets.
+
+    This is `step_environ` and the user's variables SALLOC_*, which are defaults of its options.
+    """
     salloc_defaults = {name: value for name, value in environ.items() if name.startswith("SALLOC_")}
     salloc_defaults.pop("SALLOC_NO_SHELL", None)  # with this variable salloc runs no command
     return step_environ(environ) | salloc_defaults
 
 
 def own_allocation() -> None:
-    """Run salloc until salloc exits or stdin is closed, then cancel the job.
+    """Run salloc until salloc exits or stdin is closed, then cancel salloc's job, and exit.
 
     This is the main function of `python -m nbdist.cluster.slurm`. stderr is a log file, from which
-    this process reads the number of the job. If the job may still run at the end, a line says so.
+    this process reads the number of the job. If the job may still run at the end, the last line of
+    the log says so.
     """
     salloc = subprocess.Popen(sys.argv[1:], env=salloc_environ(os.environ))
     # Ignore SIGTERM: its sender has closed stdin before, and this process ends by itself.
@@ -409,9 +426,9 @@ def _wait_for_end(poller: select.poll) -> None:
 
 
 def cancel(number: str) -> str:
-    """Cancel a job, and wait until it has ended or is ending.
+    """Cancel a job, and wait until Slurm has ended it or is ending it.
 
-    Return "". If Slurm takes too long, return a message that the job may still run.
+    Returns "", or a message that the job may still run if this takes longer than `CANCEL_TIMEOUT`.
     """
     deadline = time.monotonic() + CANCEL_TIMEOUT
     while (state := _squeue(number, "%T")) not in _FINAL_JOB_STATES:
@@ -424,10 +441,10 @@ def cancel(number: str) -> str:
 
 
 def _squeue(number: str, form: str) -> str:
-    """Ask squeue for a field of a job; return its answer or error.
+    """Return a field of a job as squeue prints it, or squeue's error message.
 
-    `form` is a format of squeue, such as "%T" for the state. Return "" once Slurm has forgotten the
-    job.
+    `form` is the field in squeue's format: "%T" for the job's state, "%r" for the reason why the
+    job waits. Returns "" if Slurm no longer knows the job.
     """
     command = ("squeue", "--noheader", f"--format={form}", f"--jobs={number}")
     try:

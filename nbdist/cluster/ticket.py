@@ -38,7 +38,7 @@ RECONNECT_INTERVAL = 0.2  # seconds between two attempts of an agent to connect 
 
 
 class BadTicket(ValueError):
-    """No ticket was received, or a text is not a ticket; the message says why."""
+    """Raised if no ticket has come, or if a text is no ticket; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ class Ticket:
     """The addresses and keys by which an agent connects to the head of a world.
 
     By the keys, the head and its agents recognise each other and encrypt all messages (CurveZMQ,
-    RFC 26 of ZeroMQ). `server_key` is the head's public key, and `keys` is the agents' pair. Each
-    `NodeServer` makes new keys. Agents prefer the first of the `addresses`. `fork` says whether
-    workers are forked, and `link_timeout` is how many seconds the head waits for a silent agent.
+    RFC 26 of ZeroMQ). `server_key` is the head's public key, and `keys` is the pair that all agents
+    of the world use. `addresses` are the head's, the best one first. `fork` says whether agents
+    fork their workers. After `link_timeout` silent seconds, the head counts an agent as lost.
     """
 
     addresses: tuple[str, ...]
@@ -78,7 +78,7 @@ class Ticket:
 
 
 def ticket_from(line: bytes) -> Ticket:
-    """Read a ticket from its line; raises BadTicket."""
+    """Return the ticket in a line from `Ticket.to_line`; raises BadTicket for any other line."""
     try:
         ticket: Ticket = from_plain(json.loads(line), Ticket)
     except (ValueError, TypeError) as error:
@@ -93,14 +93,14 @@ def ticket_from(line: bytes) -> Ticket:
 
 
 def endpoint(address: str, port: int) -> str:
-    """Return a TCP endpoint as ZeroMQ writes it, with IPv6 addresses in brackets."""
+    """Return ZeroMQ's name for a TCP address and port, such as `tcp://[fe80::1]:4321`."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
 def listen_with(socket: zmq.Socket[Any], keys: KeyPair, link_timeout: float = LINK_TIMEOUT) -> None:
-    """Set the options of the head's listening socket: encryption with its `keys`, and heartbeats.
+    """Set the options of the head's listening socket: the head's `keys`, and heartbeats.
 
-    `NodeServer` checks the agents' keys.
+    `NodeServer` itself checks the keys of the agents that connect.
     """
     _set_heartbeats(socket, link_timeout)
     socket.curve_server = True
@@ -148,15 +148,15 @@ class HeadAddress:
 
 
 def place_of(ticket: Ticket) -> HeadAddress:
-    """Return the address that a user types to join the world of a ticket.
-
-    This is the first address of the ticket, with its port.
-    """
+    """Return the first address of a ticket, with the port; a user types it for `nbdist join`."""
     return HeadAddress(ticket.addresses[0], ticket.port)
 
 
 def place_from(text: str) -> HeadAddress:
-    """Parse the address that a user has typed for `nbdist join`; raises UsageError."""
+    """Return the address in what a user has typed for `nbdist join`, HOST:PORT.
+
+    Raises UsageError if the text is no such address.
+    """
     host, colon, port = text.strip().rpartition(":")
     in_brackets = host[:1] + host[-1:] == "[]"
     if ":" in host and not in_brackets:
@@ -171,17 +171,17 @@ def place_from(text: str) -> HeadAddress:
 
 
 def join_keys_folder() -> Path:
-    """Return the folder with the files of tickets for `nbdist join`."""
+    """Return the folder of this user in which heads store tickets for `nbdist join`."""
     return Path(folders.state_folder(), "joins")
 
 
 def join_key_file(place: HeadAddress) -> Path:
-    """Return the path of the file with the ticket of the world whose head has this address."""
+    """Return the path of the file for the ticket of the world whose head has this address."""
     return join_keys_folder() / f"{place.host.replace(':', '_')}-{place.port}{SUFFIX}"
 
 
 def write_join_key(ticket: Ticket) -> Path:
-    """Write a ticket to its file for `nbdist join`, and return the path; raises OSError."""
+    """Write a ticket to a file in which `nbdist join` finds it; return the path; raises OSError."""
     path = join_key_file(place_of(ticket))
     folders.make_private(path.parent)
     with folders.whole_file(path, folders.PRIVATE_FILE) as file:
@@ -190,10 +190,10 @@ def write_join_key(ticket: Ticket) -> Path:
 
 
 def find_join_key(place: HeadAddress) -> Ticket | None:
-    """Return the ticket of the world at this address, if a file of this user has it.
+    """Return the stored ticket of the world at this address.
 
-    A ticket with the same port and other addresses is used if it is the only one. Return None if no
-    ticket or several tickets fit.
+    If no ticket has this host, return a ticket with the same port if there is only one. Returns
+    None if no ticket fits, or more than one.
     """
     by_port = [ticket for _, ticket in _join_keys() if ticket.port == place.port]
     by_address = [ticket for ticket in by_port if place.host in ticket.addresses]
@@ -202,9 +202,9 @@ def find_join_key(place: HeadAddress) -> Ticket | None:
 
 
 def read_key_file(path: Path) -> Ticket:
-    """Read a ticket from a file; raises OSError and BadTicket.
+    """Return the ticket in a file; raises BadTicket, or OSError if the file cannot be read.
 
-    Raises PermissionError if users outside of the file's group have access to the file.
+    Raises PermissionError if users other than the owner and the file's group can access the file.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as file:
@@ -214,7 +214,7 @@ def read_key_file(path: Path) -> Ticket:
 
 
 def drop_dead_join_keys() -> None:
-    """Remove the files with tickets of heads that were on this machine and have exited."""
+    """Remove the files with tickets of those heads that ran on this machine and have exited."""
     local_addresses = own_addresses()
     for path, ticket in _join_keys():
         if local_addresses.issuperset(ticket.addresses) and not any(
@@ -248,9 +248,10 @@ LONGEST_SAYING = 1000  # milliseconds for a guard's report to reach the head
 
 
 def guard_line(identity: bytes, ticket: Ticket, address: str) -> bytes:
-    """Return a line for an agent's guard: the agent's identity, and a ticket with one address.
+    """Return a line by which an agent's guard can report to the head that the agent was killed.
 
-    If the agent is killed, the guard passes the line to `report_killed_agent`.
+    The line has the agent's `identity`, by which the head knows it, and the ticket with the one
+    `address` at which the head answers. `report_killed_agent` reads the line.
     """
     return identity.hex().encode() + b" " + replace(ticket, addresses=(address,)).to_line()
 
@@ -258,7 +259,7 @@ def guard_line(identity: bytes, ticket: Ticket, address: str) -> bytes:
 def report_killed_agent(line: bytes) -> None:
     """Report to the head that an agent was killed; the agent's guard calls this.
 
-    Do nothing if the head cannot be reached.
+    `line` is from `guard_line`. If the head cannot be reached, the report is lost without an error.
     """
     identity, _, written = line.partition(b" ")
     ticket = ticket_from(written)
@@ -281,9 +282,10 @@ JOIN_LEAVE_TIMEOUT = 25.0  # seconds for an agent (`AGENT_GRACE`) and its guard 
 def join(text: str, key_file: str | None = None, node: int | None = None) -> int:
     """Carry out `nbdist join`: run an agent on this machine until its world ends.
 
-    `text` is the address that the notebook shows. If a program such as torchrun or srun runs the
-    command several times on a node, only the process with local rank 0 joins. Return an exit code;
-    raises UsageError.
+    `text` is the address that the notebook shows. `key_file` is a file with the ticket, "-" for
+    stdin. `node` is the number of this node, by default the number in an environment variable. If a
+    program such as torchrun or srun runs the command several times on a node, only the process with
+    local rank 0 joins. Returns an exit code; raises UsageError.
     """
     place = place_from(text)
     is_leader, node_number = node_position(os.environ)
@@ -327,8 +329,8 @@ def _run_agent(place: HeadAddress, key_file: str | None, number: int) -> int:
 def _find_key(place: HeadAddress, key_file: str | None) -> Ticket:
     """Return the ticket of the world at this address; raises UsageError if there is none.
 
-    The ticket is in `key_file` ("-" for stdin), or in a file that the head has written, or the user
-    is asked for it.
+    Read the ticket from `key_file` ("-" for stdin). Without `key_file`, read it from the file that
+    the head has written. If there is no such file, ask the user at the terminal.
     """
     try:
         if key_file == "-":
@@ -351,7 +353,10 @@ def _find_key(place: HeadAddress, key_file: str | None) -> Ticket:
 
 
 def _resolve(place: HeadAddress) -> str:
-    """Connect to the address, and return its numeric form; raises UsageError if that fails."""
+    """Return the numeric IP address of the head, after a test that it can be reached.
+
+    Raises UsageError if that fails.
+    """
     try:
         with socket.create_connection((place.host, place.port), JOIN_REACH_TIMEOUT) as connection:
             return socket.getnameinfo(connection.getpeername(), socket.NI_NUMERICHOST)[0]
@@ -368,7 +373,7 @@ LOCAL_RANKS = (
     "SLURM_LOCALID",
 )
 NODE_NUMBERS = ("GROUP_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
-"""Variables with the number of a process on its node (`LOCAL_RANKS`), or with a node's number.
+"""Environment variables that hold a process's local rank, and others that hold a node's number.
 
 torchrun, MPI, Slurm and Kubernetes set them. Several may be set, since mpirun and torchrun can run
 in jobs of Slurm.
@@ -378,16 +383,17 @@ OF_STARTERS = (
     *("TORCHELASTIC_", "OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "PALS_", "HYDI_"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_TASK_PID"),
 )
-"""Beginnings of variables that torchrun, MPI or Slurm has set for this process alone.
+"""Beginnings of the names of variables that torchrun, MPI or Slurm sets for a single process.
 
-Libraries in workers would take such variables for their own.
+Agents do not get them, because libraries in workers would take them for the worker's own.
 """
 
 
 def node_position(environ: Mapping[str, str]) -> tuple[bool, int]:
-    """Return whether this process is the first on its node, and the number of the node.
+    """Return whether this process has local rank 0 on its node, and the number of the node.
 
-    The number is -1 if no variable has it.
+    Both are from the variables in `environ`. A process without a local rank counts as local rank 0.
+    The number is -1 if it is not known.
     """
     is_leader = all(_number(environ, name) <= 0 for name in LOCAL_RANKS)
     numbers = (_number(environ, name) for name in NODE_NUMBERS)
@@ -395,7 +401,10 @@ def node_position(environ: Mapping[str, str]) -> tuple[bool, int]:
 
 
 def agent_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for an agent, without variables that are for this process alone."""
+    """Return `environ` without the variables that would mislead an agent or its workers.
+
+    They are the variables for this process alone, and those that nbdist sets for each worker.
+    """
     removed = set(NBDIST_DECIDES)
     if "TORCHELASTIC_RUN_ID" in environ and environ.get("OMP_NUM_THREADS") == "1":
         removed.add("OMP_NUM_THREADS")  # set to 1 by torchrun, unless the user has set a number

@@ -1,8 +1,8 @@
-"""Transfers big values between the notebook and the nodes, for the head.
+"""Transfers big values between the notebook's machine and the nodes, in the head.
 
-A task waits in the head until its nodes have its values. The end of a task waits in the head until
-the notebook's machine has the values that the rank returns. `nbdist.wire.transfer` says how long
-values are kept.
+A task waits in the head until the nodes of its ranks have its values. If a rank returns big values,
+the end of its task waits in the head until the notebook's machine has them. `nbdist.wire.transfer`
+says how long values are kept.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ TRANSFER_POLL_INTERVAL = 1.0  # seconds between two checks which segments the no
 
 @dataclass
 class _Waiting:
-    """A task that waits until its nodes have copies of its segments of shared memory.
+    """A task that waits until the nodes of its ranks have copies of its segments of shared memory.
 
-    `sent` has, by node and by the path of a segment, the bytes that were sent so far; `total` is
-    the sum of bytes to send.
+    `total` is the number of bytes to send. `sent` has the number of bytes that were sent so far, by
+    the number of the node and the path of the segment.
     """
 
     run: RunTask
@@ -40,9 +40,10 @@ class _Waiting:
 
 @dataclass
 class _Held:
-    """The end of a rank's task, held back until the values that the rank returns have arrived.
+    """The end of a rank's task, `done`, which waits until the values that it returns have arrived.
 
-    The rank's later outputs are held back, too, so that their order is kept.
+    `refs` are the segments with these values, on the node. The rank's later outputs wait, too, so
+    that their order is kept.
     """
 
     node: int
@@ -55,12 +56,12 @@ class _Held:
 class BulkTransfers:
     """Transfers big values from the notebook to the nodes, and from the nodes to the notebook.
 
-    All ranks get a task at the same time, once all their nodes have its values. Otherwise ranks
-    would wait in a collective for a rank with a slow link. Values that ranks return stay in shared
-    memory of the head until the notebook has read them.
+    All ranks get a task at the same time, once all their nodes have its values. Otherwise some
+    ranks would wait in a collective for a rank with a slow link. Values that ranks return stay in
+    shared memory of the head until the notebook has read them.
 
-    `node` returns the node with a number, `send_run` sends a task to its nodes, `show_outputs`
-    sends outputs to the notebook, and `spawn` runs a coroutine in the background.
+    `node` returns the `Node` with a number, `send_run` sends a task to the nodes of its ranks,
+    `show_outputs` sends outputs to the notebook, and `spawn` runs a coroutine in the background.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class BulkTransfers:
         self._waiting: dict[str, _Waiting] = {}
         self._refs: dict[str, SegmentRef] = {}
         self._paths_on: dict[int, set[str]] = {}
-        """By node, the paths of the notebook's segments of which the node has a complete copy."""
+        """By number of a node, the paths of those segments that the node has copied completely."""
         self._pending: dict[int, _Held] = {}
         self._receiving: dict[int, Receiving] = {}
         # By rank, the task that has returned values, the rank's node, and the paths of the copies.
@@ -84,7 +85,10 @@ class BulkTransfers:
     # --- down ------------------------------------------------------------------------------
 
     def run(self, run: RunTask, nodes: Iterable[int]) -> None:
-        """Send a task to its nodes, once all of them have copies of its segments."""
+        """Send a task to `nodes`, the nodes of its ranks, once all have copies of its segments.
+
+        Returns at once.
+        """
         self.release_values(run.ranks)
         missing = {}
         for node in nodes if run.segments else ():
@@ -104,7 +108,7 @@ class BulkTransfers:
             self._spawn(self._send_segments(run.id, node, refs))
 
     async def _send_segments(self, task: str, number: int, refs: tuple[SegmentRef, ...]) -> None:
-        """Make a node copy the segments of a task, and send the task if no node needs more.
+        """Make a node copy the segments of a task; send the task once all nodes have their copies.
 
         If the node has too little memory, the task fails.
         """
@@ -128,7 +132,7 @@ class BulkTransfers:
             self._send_run(waiting.run)
 
     def fetch(self, node: int, fetch: Fetch) -> None:
-        """Send a node the piece of a segment that the node has requested."""
+        """Send a node the piece of a segment that it has requested, and report the progress."""
         self._node(node).send(piece_of(fetch))
         for waiting in self._waiting.values():
             if (node, fetch.ref.path) in waiting.sent:
@@ -136,9 +140,10 @@ class BulkTransfers:
         self._show_all_progress()
 
     def _fail(self, run: RunTask, failed: Collection[int], name: str, message: str) -> None:
-        """Report the end of a task that was not sent to its ranks.
+        """End a task that was not sent to its ranks yet, and report this to the notebook.
 
-        On the ranks `failed` it ends with this error, and on its other ranks as aborted.
+        The ranks in `failed` get the error with this name and message. For the other ranks the task
+        ends with the status "aborted".
         """
         self._cancel(run.id)
         failure, items = failure_in_words(name, message), list[RankOutput]()
@@ -150,9 +155,9 @@ class BulkTransfers:
         self._show(Outputs(tuple(items)))
 
     def _cancel(self, task: str) -> None:
-        """Forget a task that waits for copies.
+        """Forget a task that waits until nodes have copied its segments.
 
-        Nodes drop their incomplete copies of its segments, unless another task needs these.
+        The nodes drop their incomplete copies, except of segments for which another task waits.
         """
         sent = self._waiting.pop(task).sent.keys()
         for node, path in sent - self._needed_segments():
@@ -163,9 +168,10 @@ class BulkTransfers:
         return set().union(*(waiting.sent for waiting in self._waiting.values()))
 
     async def _drop_closed_segments(self) -> None:
-        """Make nodes drop copies of segments that the notebook has closed, until none are left.
+        """Make nodes drop their copies of segments that the notebook has closed.
 
-        Segments for which a task waits stay.
+        Copies of segments for which a task waits stay. Checks from time to time, until the nodes
+        have no copies any more.
         """
         while self._refs:
             await asyncio.sleep(TRANSFER_POLL_INTERVAL)
@@ -183,10 +189,10 @@ class BulkTransfers:
     # --- up --------------------------------------------------------------------------------
 
     def hold_back(self, node: int, outputs: Outputs) -> Outputs:
-        """Return the outputs of a node that can be shown now, and hold back the others.
+        """Return those outputs of a node that the notebook can get now, and hold back the others.
 
-        The end of a task is held back if its values must be fetched first, and so are the rank's
-        later outputs.
+        If a rank's task has returned big values, its end is held back until they are fetched, and
+        so are the rank's later outputs.
         """
         items = []
         for rank, task, output in outputs.items:
@@ -202,7 +208,7 @@ class BulkTransfers:
         return Outputs(tuple(items))
 
     async def _fetch_values(self, rank: int, pending: _Held) -> None:
-        """Fetch the values that a rank returns, and then show the end of its task."""
+        """Fetch the values that a rank has returned, then send the held outputs to the notebook."""
         if self._pending.get(rank) is not pending:
             return  # Stop has interrupted the task, or its node is lost
         receiving = self._receiving[pending.node]
@@ -219,7 +225,7 @@ class BulkTransfers:
             self._finish(rank, replace(pending.done, values=relocate(pending.done.values, places)))
 
     def store_piece(self, node: int, piece: SegmentPiece) -> None:
-        """Store a piece of a value, which this process has requested from a node."""
+        """Store a piece of a returned value, which a node has sent at the head's request."""
         self._receiving[node].add_piece(piece)
         self._show_all_progress()
 
@@ -235,7 +241,10 @@ class BulkTransfers:
         self._show(Outputs((*((rank, pending.task, each) for each in final), *later.items)))
 
     def release_values(self, ranks: Iterable[int], task: str | None = None) -> None:
-        """Release the values that `ranks` have returned by a task, by default by any task."""
+        """Release the head's copies of values that `ranks` have returned.
+
+        With `task`, the id of a task, release only values that this task has returned.
+        """
         for rank in ranks:
             if rank in self._received and task in (None, self._received[rank][0]):
                 _, node, paths = self._received.pop(rank)
@@ -244,9 +253,9 @@ class BulkTransfers:
     # --- both ways -------------------------------------------------------------------------
 
     def interrupt(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """End the tasks of `ranks` that wait for a transfer; return the other ranks.
+        """End those tasks of `ranks` that wait in the head for a transfer, because of Stop.
 
-        Only the other ranks must be interrupted by their agents.
+        Returns the other ranks, which their agents must interrupt.
         """
         stopped, ended = {*ranks}, set[int]()
         for run in [each.run for each in self._waiting.values()]:
@@ -259,7 +268,7 @@ class BulkTransfers:
         return tuple(sorted(stopped - ended))
 
     def forget_tasks(self) -> None:
-        """Drop all tasks and outputs that wait for a transfer; called while all ranks are ended."""
+        """Drop all tasks and outputs that wait for a transfer; called when all ranks are ended."""
         for task in [*self._waiting]:
             self._cancel(task)
         pending, self._pending = self._pending, {}
@@ -267,9 +276,9 @@ class BulkTransfers:
             self._receiving[each.node].drop(ref.path for ref in each.refs)
 
     def handle_node_lost(self, node: int) -> None:
-        """Stop all transfers of a lost node.
+        """Stop all transfers to and from a node, which is lost.
 
-        The notebook can still read the node's values that have arrived completely.
+        Values from the node that have arrived completely can still be read by the notebook.
         """
         self._paths_on.pop(node, None)
         self._pending = {rank: each for rank, each in self._pending.items() if each.node != node}
@@ -285,7 +294,7 @@ class BulkTransfers:
         self._received.clear()
 
     def _show_all_progress(self) -> None:
-        """Report the progress of each transfer, at most once in `SAY_EVERY` seconds."""
+        """Send the notebook the progress of each transfer, at most once in `SAY_EVERY` seconds."""
         if (now := time.monotonic()) < self._progress_due:
             return
         self._progress_due = now + SAY_EVERY
