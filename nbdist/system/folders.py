@@ -31,7 +31,7 @@ _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Untrusted(Exception):
-    """Another user may control a file, folder or link; the text has its path and the reason."""
+    """Raised if another user may control a file, folder or link; the message says which and why."""
 
 
 # --- the working directory --------------------------------------------------------------
@@ -46,7 +46,7 @@ def current_folder() -> str:
 
 
 def removed_folder() -> str:
-    """Return the path of a working directory that was removed; "" if the directory exists."""
+    """Return the path of this process's working directory if it was removed; "" if it exists."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -55,7 +55,7 @@ def removed_folder() -> str:
 
 
 def nearest_folder(path: str) -> str:
-    """Return the nearest folder that exists and can be entered: `path`, or one above `path`."""
+    """Return the nearest folder that this process can enter: `path`, or a folder above `path`."""
     folders = (Path(path), *Path(path).parents)
     return next((str(each) for each in folders if os.access(each, os.X_OK) and each.is_dir()), "/")
 
@@ -64,10 +64,10 @@ def nearest_folder(path: str) -> str:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, and missing folders above it, that only this user can open.
+    """Make a folder, and missing folders above it, so that only this user can open them.
 
-    Existing folders stay as they are, and so does a file with the folder's name, which is no error
-    here.  Raises OSError if a folder cannot be made.
+    Does nothing if the folder exists, or if a file has its name.  Raises OSError if a folder cannot
+    be made.
     """
     if not folder.is_dir():
         make_private(folder.parent)
@@ -76,7 +76,7 @@ def make_private(folder: Path) -> None:
 
 
 def check_private(folder: Path) -> None:
-    """Raise OSError unless a path is a folder of this user that no other user can open."""
+    """Raise an OSError if `folder` is no folder, is another user's, or can be opened by others."""
     status = os.lstat(folder)
     is_open = not stat.S_ISDIR(status.st_mode) or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
     if is_open or status.st_uid != os.geteuid():
@@ -84,18 +84,19 @@ def check_private(folder: Path) -> None:
 
 
 def open_private(path: str | Path, flags: int) -> int:
-    """Open a file as the `opener` of `open` does; a new file can be opened by this user only."""
+    """Open a file and return its descriptor; a new file can be opened by this user only.
+
+    This function can be the `opener` of `open`.
+    """
     return os.open(path, flags | os.O_CLOEXEC, PRIVATE_FILE)
 
 
 @contextmanager
 def whole_file(path: Path, mode: int = 0o666, part: Path | None = None) -> Iterator[BinaryIO]:
-    """Open a new file that replaces the file `path` when the context ends.
+    """Return a context with a new open file, which replaces `path` when the context ends.
 
-    Until then the new file has the path `part`, by default the path of a hidden file beside `path`.
-    If an error leaves the context, the new file is removed, and `path` stays as it was.
-
-    Raises OSError.
+    Until then the new file is at `part`, by default a hidden file beside `path`.  If the context
+    ends by an error, the new file is removed, and `path` stays as it was.  Raises OSError.
     """
     # A random name, because a process in another container or machine can have the same pid.
     part = part or path.with_name(f".{path.name}.{os.urandom(8).hex()}")
@@ -149,11 +150,11 @@ def claim(folder: Path) -> int:
 
 
 def join(folder: Path, lock: int = fcntl.LOCK_SH) -> int | None:
-    """Lock a folder in which `claim` has made a lock file; return a descriptor.
+    """Lock a folder in which `claim` has made a lock file; return a descriptor to close later.
 
-    Returns None if the folder has no lock file, may be under another user's control, or is just
-    being removed; with LOCK_EX also if another process uses the folder, or if its file system has
-    no locks.
+    Returns None if the folder has no lock file, if another user may control the folder, or if the
+    folder is being removed.  With LOCK_EX, also returns None if another process uses the folder, or
+    if its file system has no locks.
     """
     with suppress(OSError, Untrusted), _opened(folder) as folder_fd:
         return _lock_in(folder_fd, lock)
@@ -161,10 +162,11 @@ def join(folder: Path, lock: int = fcntl.LOCK_SH) -> int | None:
 
 
 def remove(folder: Path, aside: Path | None = None) -> bool:
-    """Remove a folder that `join` can lock with LOCK_EX; return True if the folder was removed.
+    """Remove a folder unless a process uses it; return True if the folder was removed.
 
-    Links in the folder are removed and not followed.  With `aside` the folder first gets this path,
-    so that no process finds a folder that is half removed under the old path.
+    The folder must have a lock file (`claim`), and no other user may control the folder.  With
+    `aside` the folder is first moved to this path, so that no process finds a half removed folder
+    at the old path.  Symbolic links in the folder are not followed.
     """
     with suppress(OSError, Untrusted), _opened(folder) as folder_fd:
         lock = _lock_in(folder_fd, fcntl.LOCK_EX)
@@ -219,12 +221,11 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def open_trusted(path: Path) -> int:
-    """Open a plain file for reading; return its descriptor.
+    """Open a plain file for reading that no other user can have replaced; return its descriptor.
 
     Raises Untrusted if the file, or one of the two folders above it, is a symbolic link, belongs to
-    another user, or can be written by other users: they could have replaced the file.  Also raises
-    Untrusted if the path leads to a folder, pipe or device.  Raises OSError if the file cannot be
-    opened.
+    another user, or can be written by other users.  Also raises Untrusted if the path leads to a
+    folder, pipe or device, and OSError if the file cannot be opened.
     """
     with ExitStack() as opened:
         above = None
@@ -235,9 +236,11 @@ def open_trusted(path: Path) -> int:
 
 
 def _open_own(path: Path, above: int | None, flags: int) -> int:
-    """Open this user's file or folder; raises Untrusted if other users can write to it.
+    """Open this user's file or folder and return its descriptor.
 
-    If an access control list lets others write, the permission bits of the group show this, too.
+    With `above`, the descriptor of a folder, only the last part of `path` is used, in this folder.
+    Raises Untrusted if other users can write to the file or folder.  The permission bits of the
+    group show this even if the reason is an access control list.
     """
     name = path if above is None else path.name
     if stat.S_ISLNK(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
@@ -280,10 +283,10 @@ ROOM = 1 << 18
 
 
 class RuntimeFolder:
-    """A new folder for a world's sockets, locked by this process.
+    """A new runtime folder: a private folder for a world's sockets, locked by this process.
 
-    Making the object also removes the runtime folders of processes that were killed.  Raises
-    NoRuntimeFolder, with a reason for each of the `places`, if none of them can have a folder.
+    Making the object also removes the runtime folders that killed processes have left.  Raises
+    NoRuntimeFolder if none of the `places` can have such a folder; the error says why.
     """
 
     def __init__(self) -> None:
@@ -303,7 +306,7 @@ class RuntimeFolder:
         self._claim = claim(self.path)
 
     def close(self) -> None:
-        """Remove the folder, if its agent has not removed it, and close the lock file."""
+        """Remove the folder, which its agent may have removed already, and unlock it."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.release()
 
@@ -328,7 +331,7 @@ class JoinedFolder:
         self._claim = claim
 
     def close(self) -> None:
-        """Remove this process's socket and unlock the folder, which other processes still use."""
+        """Remove this process's socket and unlock the folder, which the agent still uses."""
         (self.path / self.socket).unlink(missing_ok=True)
         os.close(self._claim)
 
@@ -336,7 +339,7 @@ class JoinedFolder:
 
 
 def problem_of(parent: Path) -> str:
-    """Return why no runtime folder can be made in the folder `parent`, or "" if one can be made."""
+    """Return "" if a runtime folder can be made in the folder `parent`, or why it cannot."""
     try:
         shutil.rmtree(_make_folder_in(parent))
     except OSError as error:
@@ -351,10 +354,10 @@ def places() -> list[Path]:
 
 
 def _make_folder_in(parent: Path) -> Path:
-    """Make a runtime folder in the folder `parent`, and test whether the folder can have sockets.
+    """Make a runtime folder in the folder `parent` and return its path.
 
-    Raises OSError, for example if the path is too long for a socket, if the disk is full, or if
-    the file system has no sockets.
+    Raises OSError if sockets cannot be made there, for example because the path is too long, the
+    disk is full, or the file system has no sockets.
     """
     if not parent.is_absolute():
         raise OSError("it is no absolute path")

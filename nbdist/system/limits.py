@@ -1,4 +1,4 @@
-"""Reads the limits of processes, threads, open files and memory, and words messages about them.
+"""Reads limits of processes, threads, open files and memory, and makes messages about them.
 
 In a container or a Slurm job a control group (cgroups(7)) often allows less memory than the machine
 has.  Beyond that limit Linux usually kills the biggest process, often the notebook.  So nbdist
@@ -34,36 +34,37 @@ SIGNS = re.compile(
 The text of EAGAIN alone does not match, since errors of locked files and sockets have it too."""
 
 NOT_RUNNABLE = (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
-"""Errors that mean that a program is missing or cannot be run, and that no limit is reached."""
+"""Error numbers of a program that is missing or cannot be run."""
 
 OF_LIMITS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Errors that mean that a limit of processes, open files or memory is reached.
+"""Error numbers which mean that a limit of processes, open files or memory is reached.
 
-This also holds for an error that names a file."""
+An error with such a number means this even if the error names a file."""
 
 AGENT_FILES, FILES_OF_RANK = 64, 20
-"""Open files of an agent: without ranks, and for each rank.
+"""How many files an agent has open at most: without ranks, and in addition for each rank.
 
-An agent has 32 open before the first rank starts, and some more now and then.  For a rank the agent
-needs 16 for zmq, pipes and logs, and four more while the rank starts."""
+An agent has 32 files open before the first rank starts, and some more now and then.  For a rank the
+agent needs 16 files for zmq, pipes and logs, and four more while the rank starts."""
 
 WORKER_FILES, FILES_OF_PEER = 128, 2
-"""Open files of a worker: alone, and for gloo's connections to each other rank.
+"""How many files a worker has open at most: alone, and in addition for each other rank.
 
-A worker has 60 open and keeps 48 in reserve (`DESCRIPTOR_RESERVE`); the rest is spare."""
+Alone, a worker has 60 files open and keeps 48 in reserve (`DESCRIPTOR_RESERVE`); the rest is spare.
+For each other rank it has gloo's connections."""
 
 
 class Lack(ChildProcessError):
-    """A process could not start, or exited while it started; the text has the reason."""
+    """Raised if a process could not start, or exited while it started; the message says why."""
 
 
 # --- processes and threads ------------------------------------------------------------------
 
 
 def word_lack(code: int | None) -> str:
-    """Return the message about a process that could not be started; `code` is the errno.
+    """Return a message which says that a process could not be started; `code` is the errno.
 
-    For EAGAIN the message has the limit that is reached, and the remedy.
+    For EAGAIN the message says which limit is reached, and what the user can do.
     """
     if code in NOT_RUNNABLE:
         return os.strerror(code or 0)
@@ -76,9 +77,10 @@ def word_lack(code: int | None) -> str:
 
 
 def word_start_error(error: OSError) -> str:
-    """Return the message about a process that could not be started because of this error.
+    """Return a message which says why a process could not be started, from the error of the start.
 
-    If the error names a file and means no limit, the message names the file, too.
+    The message names the error's file, unless the number of the error means that a limit is
+    reached (`OF_LIMITS`).
     """
     if error.filename is None or error.errno in OF_LIMITS:
         return word_lack(error.errno)
@@ -86,14 +88,18 @@ def word_start_error(error: OSError) -> str:
 
 
 def lack_in(last_lines: Iterable[str]) -> str:
-    """Return the message about a reached limit if a process's last lines match `SIGNS`, else ""."""
+    """Return a message about a reached limit if the last lines of a process show one, else "".
+
+    The lines show that the process could not start a thread or process if they match `SIGNS`.
+    """
     return word_lack(errno.EAGAIN) if any(map(SIGNS.search, last_lines)) else ""
 
 
 def process_limits() -> list[tuple[str, int, int]]:
-    """Return limits of processes and threads as (name, limit, present number).
+    """Return the limits of how many processes and threads may exist, and how many there are.
 
-    The limit that allows the fewest further processes comes first.
+    Each item is (name of the limit, limit, present number).  The limit that allows the fewest
+    further processes comes first.
     """
     limits = []
     allowed, _ = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -122,7 +128,10 @@ def raise_file_limit() -> None:
 
 
 def word_lack_of_files(workers: int) -> str:
-    """Return the message if `workers` ranks need more open files than the hard limit; else ""."""
+    """Return "", or a message if a world of `workers` ranks needs more open files than are allowed.
+
+    A process of the world may have as many open files as its hard limit allows (`ulimit -Hn`).
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     agent_files = AGENT_FILES + FILES_OF_RANK * workers
     needed = max(agent_files, WORKER_FILES + FILES_OF_PEER * (workers - 1))
@@ -140,10 +149,9 @@ def word_lack_of_files(workers: int) -> str:
 
 
 ASKED_FROM, UNLIMITED = 32 << 20, 1 << 60
-"""Numbers of bytes.
+"""For how many bytes or more `require_memory` reads the limits, and which limit counts as none.
 
-`require_memory` reads the limits only for ASKED_FROM bytes or more, because reading them takes
-0.2 ms.  A limit of UNLIMITED or more counts as no limit."""
+Reading the limits takes 0.2 ms."""
 
 OOM_KILL = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
@@ -163,7 +171,7 @@ In version 1 the last two count memory and swap together."""
 
 
 class ControlGroup(NamedTuple):
-    """A control group (cgroups(7)): processes whose use of the machine Linux limits together."""
+    """A control group of Linux (cgroups(7)): its version, 1 or 2, and the folder with its files."""
 
     version: int
     folder: Path
@@ -172,11 +180,11 @@ class ControlGroup(NamedTuple):
 def control_groups(
     controller: str, pid: int | str = "self", proc: Path = _PROC
 ) -> Iterator[ControlGroup]:
-    """Yield a process's control groups that may have this controller, innermost first.
+    """Yield the control groups of a process that may have files of a controller, innermost first.
 
-    A machine has a controller, such as "memory", either in version 1 of control groups or in
-    version 2.  Groups of version 2 are yielded in both cases.  If version 1 has the controller, the
-    folders of version 2 have no files of the controller.
+    `controller` is for example "memory".  A machine has the files of a controller either in version
+    1 of control groups or in version 2.  Groups of version 2 are always yielded, so the caller must
+    expect that the files are missing.
     """
     try:
         entries = (proc / str(pid) / "cgroup").read_text().splitlines()
@@ -216,7 +224,10 @@ def _upwards(mounted: Path, root: str, path: str | None) -> Iterator[Path]:
 
 
 class MemoryLimit(NamedTuple):
-    """A limit of memory, and how much of it is free, in bytes; `where` names machine or group."""
+    """A limit of memory, and how much of it is free, both in bytes.
+
+    `where` names the limited machine or control group, for messages.
+    """
 
     where: str
     limit: int
@@ -224,7 +235,10 @@ class MemoryLimit(NamedTuple):
 
 
 def require_memory(size: int) -> None:
-    """Raise NotEnoughMemory if `size` bytes are not free; sizes below `ASKED_FROM` always pass."""
+    """Raise NotEnoughMemory if fewer than `size` bytes of memory are free.
+
+    For sizes below `ASKED_FROM` nothing is checked.
+    """
     if size < ASKED_FROM:
         return
     for limit in memory_limits():
@@ -281,11 +295,11 @@ def _fields(file: Path) -> dict[str, int]:
 
 
 class OomKills:
-    """Finds out whether Linux has most likely killed a process for lack of memory.
+    """Finds out whether Linux has probably killed a process for lack of memory.
 
-    An `OomKills` compares the number of such kills (OOM kills) before and after the death.  The
-    kills are counted in the process's innermost control group that counts kills, or else on the
-    whole machine.
+    The object compares how often Linux has killed for this reason (OOM kills) before and after the
+    process's death.  It uses the count of the process's innermost control group that has one, or
+    the count of the whole machine.
     """
 
     def __init__(self, pid: int) -> None:
@@ -297,9 +311,10 @@ class OomKills:
         self.file, self._before = next((each for each in counts if each[1] >= 0), (files[-1], 0))
 
     def text(self, exit_code: int) -> str:
-        """Return a line that says that the process was most likely killed for lack of memory.
+        """Return a line which says that the process was probably killed for lack of memory.
 
-        Return "" if it was not killed by SIGKILL, or if the number of OOM kills is the same.
+        Returns "" if another signal than SIGKILL or no signal has ended the process, or if the
+        number of OOM kills has not grown.
         """
         now = _oom_kills_in(self.file)
         if exit_code != -signal.SIGKILL or now <= self._before:

@@ -1,9 +1,8 @@
-"""Starts, observes and ends processes: command lines, /proc, prctl(2), guards, child processes.
+"""Starts processes, reads their state from /proc, and ends processes; also the guard of an agent.
 
 This file imports little, and nothing of nbdist, because the agent imports it before it starts the
-fork server, and further imports would delay the start.  The file is also a script:
-`python -IS processes.py COMMAND` becomes the command that wraps a worker (`--wrap`), which Linux
-kills when the agent exits.
+fork server, and further imports would delay the start.  The file is also a script for the option
+`--wrap`: `python -IS processes.py COMMAND` becomes COMMAND, which Linux kills when the agent exits.
 """
 
 from __future__ import annotations
@@ -33,20 +32,21 @@ _SOURCE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(
 
 
 def agent_command(python: str | None, number: int = -1) -> list[str]:
-    """Return the command of an agent that connects to a head, for the node `number`.
+    """Return the command that starts an agent of a head, by the interpreter `python`.
 
-    With -1 the head gives the agent a node.
+    With None this process's interpreter is used.  `number` is the number of the agent's node; with
+    -1 the head chooses one.
     """
     node = [] if number < 0 else ["--node", str(number)]
     return [python or sys.executable, *MODULE_OPTIONS, "nbdist.agent", "--ticket", *node]
 
 
 def safe_path(environ: Mapping[str, str], folder: str) -> str:
-    """Return PYTHONPATH without entries that can lead to the working directory `folder`.
+    """Return PYTHONPATH without the entries that can lead to the working directory `folder`.
 
-    Such entries are the folder itself, "" and relative paths: with them, Python could import a
-    user's file such as `random.py` in place of a library's.  The folder from which nbdist itself
-    was imported is kept.
+    They are `folder` itself, "" and relative paths.  By such an entry, Python could import a user's
+    file such as `random.py` in place of a library's.  The folder from which nbdist was imported is
+    kept.
     """
     entries = environ.get("PYTHONPATH", "").split(os.pathsep)
     unsafe = {os.path.realpath(folder)} - {_SOURCE_ROOT}
@@ -56,7 +56,10 @@ def safe_path(environ: Mapping[str, str], folder: str) -> str:
 
 
 def safe_environ(environ: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Return the environment with PYTHONPATH as `safe_path` returns it, and unset if that is ""."""
+    """Return a copy of `environ` whose PYTHONPATH is the result of `safe_path`.
+
+    If the result is "", the copy has no PYTHONPATH.
+    """
     others = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
     path = safe_path(environ, folder)
     return {**others, "PYTHONPATH": path} if path else others
@@ -69,18 +72,18 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def signal_on_parent_exit(number: signal.Signals, parent: int) -> bool:
-    """Let Linux send this process a signal when its parent exits.
+    """Let Linux send this process the signal `number` when its parent exits.
 
-    Return False if the process `parent` had exited before: then no signal will come.
+    Return False if the parent, the process `parent`, has exited already; then no signal will come.
     """
     _prctl(PR_SET_PDEATHSIG, number)
     return os.getppid() == parent
 
 
 def adopt_orphans(*, adopts: bool = True) -> None:
-    """Become the parent of descendants whose parents exit, so that this process can kill them.
+    """Make this process the new parent of descendants whose parents exit, so that it can kill them.
 
-    With `adopts=False` this process stops adopting orphans.
+    With `adopts=False` this process stops adopting such orphans.
     """
     _prctl(PR_SET_CHILD_SUBREAPER, int(adopts))
 
@@ -116,27 +119,31 @@ def thread_state(pid: int, tid: int | str = "") -> str:
 
 
 def is_exiting(pid: int) -> bool:
-    """Return True if the process has exited, or if Linux is ending it, which can take long."""
+    """Return True if the process has exited or is exiting, which can take long."""
     stat = _stat(pid)
     return len(stat) <= 6 or bool(int(stat[6]) & PF_EXITING)
 
 
 def identify(pid: int) -> str:
-    """Return a process's machine, pid and start time as a text; "" if no such process exists.
+    """Return a text that identifies a process: machine, pid and start time.
 
-    A later process can get the same pid, but has another start time.
+    A later process with the same pid has another start time.  Returns "" if there is no process
+    with this pid.
     """
     stat = _stat(pid)
     return f"{os.uname().nodename} {pid} {stat[19]}" if len(stat) > 19 else ""
 
 
 def is_of_this_machine(identity: str) -> bool:
-    """Return True if the text of `identify` names this machine, also if the process has exited."""
+    """Return True if a process, given by its text from `identify`, is or was on this machine."""
     return identity.split()[:1] == [os.uname().nodename]
 
 
 def may_run(identity: str) -> bool:
-    """Return True if the process in a text of `identify` runs, or may run on another machine."""
+    """Return True if a process, given by its text from `identify`, runs or may run.
+
+    Nobody knows here whether a process on another machine runs, so the result is True for it.
+    """
     match identity.split():
         case [host, pid, _] if pid.isdecimal():
             return host != os.uname().nodename or identify(int(pid)) == identity
@@ -144,7 +151,7 @@ def may_run(identity: str) -> bool:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the processor seconds that a process's threads have used; 0 if no process exists."""
+    """Return the processor seconds that a process has used; 0 if there is no such process."""
     stat = _stat(pid)
     return sum(map(int, stat[11:13])) / os.sysconf("SC_CLK_TCK")
 
@@ -192,11 +199,11 @@ def schedule(pid: int, tid: int | str) -> Schedule:
 
 
 class OwnTime:
-    """Counts seconds from now on, but no seconds in which a process waits for a processor.
+    """A stopwatch that does not count seconds in which process `pid` waits for a processor.
 
-    The agent measures workers' timeouts by this time, so that a worker on a busy machine gets
-    longer.  The longest wait of a thread counts as the process's wait, because all other threads
-    may have waited for that thread to release the GIL.
+    It starts when the object is made.  The agent measures timeouts of workers by it, so that a
+    worker on a busy machine gets longer.  The longest wait of any thread counts as the process's
+    wait, because that thread may have held the GIL.
     """
 
     def __init__(self, pid: int) -> None:
@@ -206,10 +213,11 @@ class OwnTime:
         self._largest = 0.0
 
     def seconds(self) -> float:
-        """Return the counted seconds; all seconds if Linux does not count the waits of threads.
+        """Return the seconds counted so far; the number never falls.
 
-        The number never falls.  If a thread is ready to run, nobody knows how long it has waited
-        for a processor: the longest possible wait is subtracted until the thread has run.
+        If a thread is waiting for a processor now, Linux does not say since when, so the longest
+        possible wait is left out until the thread has run.  If Linux does not count waits at all,
+        return all seconds since the object was made.
         """
         seconds = time.monotonic() - self.since - max(self.waits(), default=0.0)
         self._largest = max(self._largest, seconds)
@@ -236,7 +244,7 @@ def _schedules(pid: int) -> dict[str, Schedule]:
 
 
 def trim_memory() -> None:
-    """Give memory that glibc keeps after `free` back to Linux; does nothing without glibc."""
+    """Make glibc return the memory to Linux that this process has released; no-op without glibc."""
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -259,9 +267,10 @@ AGENT_GRACE = 20.0
 """Seconds for an agent to exit after its notebook: on busy cores the agent's imports take long."""
 
 STAYS_BYTE, LEAVES_BYTE, LONGEST_TOLD = b"s", b"l", 1 << 16
-"""The bytes by which an agent tells its guard that it outlives its notebook, or that it does not.
+"""The byte by which an agent says to its guard that it outlives its notebook, and the byte by which
+it says the opposite.
 
-The last number is the capacity of the pipe in bytes."""
+`LONGEST_TOLD` is how many bytes the pipe to the guard can hold."""
 
 
 class Guard:
@@ -272,7 +281,10 @@ class Guard:
         self._pipe = pipe
 
     def send(self, word: bytes) -> None:
-        """Send the guard `STAYS_BYTE` or `LEAVES_BYTE`, or bytes that `after_kill` understands."""
+        """Send the guard `STAYS_BYTE`, `LEAVES_BYTE`, or bytes for `after_kill`.
+
+        The guard calls `after_kill` if this process is killed (`fork_below_guard`).
+        """
         with suppress(BrokenPipeError):  # the guard is being killed
             os.write(self._pipe, word)
 
@@ -283,14 +295,15 @@ def fork_below_guard(
     grace: float = 0.0,
     after_kill: Callable[[bytes], None] = lambda last_word: None,
 ) -> Guard:
-    """Fork this process: the parent becomes the guard and never returns, the child is the agent.
+    """Fork this process, and return in the child, which is the agent; this process is its guard.
 
-    When the agent has exited, processes that it leaves behind have `grace` seconds to exit, because
-    their stdin has closed, and `grace` seconds more after a SIGTERM.  Then the guard kills these
-    processes, and removes the folder `runtime`.  The guard kills an agent that has not exited
-    `AGENT_GRACE` + 2 * `grace` seconds after its notebook, unless the agent has sent `STAYS_BYTE`.
-    If a signal has killed the agent, the guard calls `after_kill` with the bytes that the agent
-    sent.  Raises OSError if no further process can be started.
+    `notebook` is the notebook's pid, or None on other machines.  When the agent has exited,
+    processes that it leaves behind have `grace` seconds to exit, because their stdin has closed,
+    and `grace` seconds more after a SIGTERM.  Then the guard kills these processes, and removes the
+    folder `runtime`.  The guard kills an agent that has not exited `AGENT_GRACE` + 2 * `grace`
+    seconds after its notebook, unless the agent has sent `STAYS_BYTE`.  If a signal has killed the
+    agent, the guard calls `after_kill` with all bytes that the agent has sent.  Raises OSError if
+    no further process can be started.
     """
     guard = os.getpid()
     adopt_orphans()
@@ -347,10 +360,11 @@ WORKER_PID = "NBDIST_WORKER_PID"
 
 
 def kill_adopted(worker: int) -> None:
-    """Kill the programs that a dead worker has left, with all their descendants but trackers.
+    """Kill the programs that an exited worker has left, and their descendants but trackers.
 
-    This process has adopted such programs, and recognizes them by `WORKER_PID` in their
-    environment.  A program that was started without this variable keeps running.
+    `worker` is the worker's pid.  This process has become the parent of such programs, and
+    recognizes them by `WORKER_PID` in their environment.  A program that was started without this
+    variable keeps running.
     """
     mark, killed = f"{WORKER_PID}={worker}".encode(), set[int]()
     for _ in range(MAX_KILL_ROUNDS):
@@ -435,9 +449,10 @@ def _watch(
     grace: float,
     after_kill: Callable[[bytes], None],
 ) -> NoReturn:
-    """Do the guard's work: wait for the agent's exit, then kill the processes that it has left.
+    """Run the guard: wait for the agent's exit, then kill the processes that the agent has left.
 
-    At last exit with the agent's exit code, or die by the signal that killed the agent.
+    Never returns.  The guard exits with the agent's exit code, or by the signal that has killed the
+    agent.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(agent, signal.SIGTERM))
@@ -490,27 +505,27 @@ LAST_BYTES, LEFT_BEHIND = 4096, "nbdist left behind: "
 
 
 def last_lines_of(log: BinaryIO) -> list[str]:
-    """Return the lines in the last `LAST_BYTES` of an open log file; the first line may be cut."""
+    """Return the lines in the last `LAST_BYTES` of a log file; the first may lack its beginning."""
     log.seek(max(0, log.seek(0, os.SEEK_END) - LAST_BYTES))
     return log.read().decode(errors="replace").splitlines()
 
 
 def without_debugger() -> AbstractContextManager[None]:
-    """Start processes in the returned context that a debugger of this process does not follow.
+    """Return a context in which this process can start processes that no debugger follows.
 
-    While a debugger such as JupyterLab's is on, debugpy (its part pydevd) changes the command line
-    of each Python program that this process starts: the program then waits until the debugger's
-    front end attaches to it, which JupyterLab never does.
+    While a debugger such as JupyterLab's is on, debugpy changes the command line of each Python
+    program that this process starts.  The program then waits until the debugger's front end
+    attaches to it, which JupyterLab never does.
     """
     pydevd = sys.modules.get("_pydev_bundle.pydev_monkey")  # None if nothing is debugged here
     return getattr(pydevd, "skip_subprocess_arg_patch", nullcontext)()
 
 
 class Child:
-    """A command that runs on this machine, in a session of its own, with a log file.
+    """A process of this machine that runs a command, in its own session and with a log file.
 
-    `host` is the machine that messages name: the machine on which the command does its work, as
-    `ssh` does on another machine.
+    `host` is the name of the machine on which the command does its work, for messages to the user.
+    For `ssh` this is another machine.
     """
 
     def __init__(
@@ -596,7 +611,10 @@ class Child:
 
 
 def find_leftovers(lines: Sequence[str]) -> str:
-    """Return the rest of the last line that begins with `LEFT_BEHIND`; "" without such a line."""
+    """Return what a process has left behind, as the last line of its log that says so; or "".
+
+    Such a line begins with `LEFT_BEHIND`; the rest of it is returned.
+    """
     return next(
         (line.removeprefix(LEFT_BEHIND) for line in [*lines][::-1] if line.startswith(LEFT_BEHIND)),
         "",
@@ -607,9 +625,10 @@ def find_leftovers(lines: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Become the command that wraps a worker, and let Linux kill the command when the agent exits.
+    """Replace this process by the command that wraps a worker.
 
-    Both settings, for the parent's exit and for SIGINT, stay in effect after `exec`.
+    Before that, let Linux kill this process when the agent exits, and ignore SIGINT; both settings
+    stay in effect for the command.
     """
     signal_on_parent_exit(signal.SIGKILL, os.getppid())
     # Stop sends SIGINT to the worker's process group, in which the wrapper is too.  SIGINT would

@@ -27,7 +27,7 @@ A shorter value, such as `1` or `true`, often occurs in other texts, which hidin
 
 
 def secret_values(environ: Mapping[str, str]) -> set[str]:
-    """Return the values of secret variables, but none shorter than `MIN_CHARACTERS`."""
+    """Return the values of secret variables that have `MIN_CHARACTERS` characters or more."""
     return {
         value
         for name, value in environ.items()
