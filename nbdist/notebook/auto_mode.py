@@ -26,6 +26,10 @@ from nbdist.world.world import World
 # --- which lines of a cell in auto mode run in the notebook, and which on the ranks -----------
 
 RunTarget = Literal["here", "there", "both", "command"]
+"""Where a line runs: in the notebook ("here"), on the ranks ("there"), or on both sides.
+
+"command" stands for a command of the system, for which `_place_of` chooses a side.
+"""
 
 REASONS: dict[RunTarget, dict[str, str]] = {
     "here": {
@@ -51,11 +55,11 @@ REASONS: dict[RunTarget, dict[str, str]] = {
         " ldir lx less more man"
     },
 }
-"""Line magics that do not run on the ranks alone, by `RunTarget` and by the reason.
+"""The line magics that do not always run only on the ranks, by `RunTarget` and then by the reason.
 
-A "command" runs once, in the notebook, as each rank would copy or remove the same files again.
-But it runs on the ranks if its output is assigned, if it fills in a variable of the ranks, or if it
-fills in a name that occurs in the lines above the command.
+A "command" runs once, in the notebook: if each rank ran it, each would copy or remove the same
+files.  It runs on the ranks if its output is assigned to a variable, if it fills in a variable of
+the ranks such as `{path}`, or if it fills in a name that occurs in the lines above it.
 """
 
 CELLS_HERE = {
@@ -68,7 +72,8 @@ CELLS_HERE = {
 }
 """Cell magics that always run in the notebook, by the reason."""
 
-# Cell magics that run in the notebook if all other lines of the cell run there, else on the ranks.
+# A cell with one of these cell magics runs in the notebook if all of its other lines run there, and
+# on the ranks otherwise.
 WRAPPING_MAGICS = ("time", "capture")
 # The arguments with which `%config` runs only in the notebook: nbdist's own settings, or none.
 OWN_SETTINGS = re.compile(r"\s*(NbDist\b|$)")
@@ -111,7 +116,10 @@ class CellPart:
 
 
 def split_cell(code: str, side: SideRules) -> list[CellPart]:
-    """Split a cell, between statements of its top level, into parts for the notebook and ranks."""
+    """Split a cell between top-level statements into parts for the notebook and for the ranks.
+
+    A line that both run is in two parts.  A cell with a cell magic is a single part.
+    """
     if (magic := cell_magic(code)) is not None or code.lstrip().startswith("%%!"):
         name = magic.name if magic else "!"
         is_here = name in _CELL_MAGICS_HERE or (
@@ -135,7 +143,7 @@ def split_cell(code: str, side: SideRules) -> list[CellPart]:
 
 
 def join_parts(code: str, parts: list[CellPart], magic: str) -> str:
-    """Return a cell that runs the notebook's parts itself, and the ranks' parts by a cell magic.
+    """Return a cell for the notebook, in which calls of a cell magic run the parts for the ranks.
 
     `code` is the cell as typed, and `magic` the name of the cell magic with options.  The
     notebook's lines keep their numbers in tracebacks, but have higher numbers below a line that
@@ -167,7 +175,10 @@ def _rank_parts(lines: list[str], first: int, end: int) -> list[CellPart]:
 
 
 def _magics(lines: list[str], side: SideRules) -> Iterator[tuple[int, int, RunTarget]]:
-    """Yield first line, end and target of each top-level magic that does not run on ranks alone."""
+    """Yield the first line, the line after the last, and the target of the notebook's magics.
+
+    These are the top-level magics and commands with the target "here" or "both".
+    """
     remaining, end = [*lines], 0
     while True:
         # Blank each magic before the next search, as Python cannot tokenize text such as `it's`.
@@ -226,9 +237,10 @@ _LOAD_EXT = re.compile(r"^%(?:re)?load_ext\s+([\w.]+)", re.MULTILINE)
 
 
 class AutoCells:
-    """The wrappers of the methods by which the kernel or shell runs cells and stores them.
+    """Wraps the methods by which IPython's kernel or shell runs cells and stores them.
 
-    In auto mode, IPython runs other code in place of a cell that the user has typed.
+    In auto mode the wrappers replace a cell that the user has typed by code that sends lines to the
+    ranks.  IPython's history stores the typed cell.
     """
 
     def __init__(self, pools: Pools) -> None:
@@ -239,7 +251,9 @@ class AutoCells:
     def code_to_run(self, code: str, tags: Iterable[str] = ()) -> str:
         """Return the code that IPython runs in place of a typed cell.
 
-        Without auto mode, and if no part of the cell runs on the ranks, that is the cell itself.
+        `tags` are the cell's tags in the notebook document.  The code is the cell itself if no part
+        of the cell runs on the ranks, or if auto mode is off and the cell lacks the tag
+        `distributed`.
         """
         mode = self._mode
         pool = DEFAULT_POOL if mode.pool is None and TAG in tags else mode.pool
@@ -264,7 +278,10 @@ class AutoCells:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Wrap the kernel's `do_execute`: run `code_to_run` for cells that the history stores."""
+        """Replace the cell by `code_to_run`, then call the kernel's own `do_execute` (`original`).
+
+        A cell that IPython's history does not store, such as a silent request, is not replaced.
+        """
         if store_history and not silent:
             metadata = self._shell.get_parent().get("metadata", {})
             tags = metadata.get("tags") if isinstance(metadata, dict) else None
@@ -280,7 +297,7 @@ class AutoCells:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Wrap `run_cell` of a terminal's shell, to replace cells as `do_execute` does."""
+        """Replace the cell as `do_execute` does, then call the `run_cell` of a terminal's shell."""
         if store_history and not silent:
             raw_cell = self._record_code(raw_cell)
         return original(raw_cell, store_history, silent, *args, **kwargs)
@@ -292,7 +309,10 @@ class AutoCells:
         source: str,
         source_raw: str | None = None,
     ) -> Any:
-        """Wrap `store_inputs` of IPython's history: store the typed cell, not the code to run."""
+        """Let IPython's `store_inputs` (`original`) store the cell as it was typed.
+
+        It would store the code that ran in place of the cell.
+        """
         mode = self._mode
         if source_raw is None or not mode.running or source_raw.rstrip() != mode.running.rstrip():
             return original(line_num, source, source_raw)
@@ -302,7 +322,7 @@ class AutoCells:
         return original(line_num, source, mode.typed)
 
     def _record_code(self, code: str, tags: Iterable[str] = ()) -> str:
-        """Return `code_to_run` of a cell; record this code and the cell for `store_inputs`."""
+        """Return `code_to_run` of a cell, and record that code and the cell for `store_inputs`."""
         self._mode.typed, replaced = code, self.code_to_run(code, tags)
         self._mode.running = replaced if replaced != code else ""
         return replaced
@@ -315,7 +335,7 @@ def runs_on_ranks(pools: Pools, code: str) -> bool:
 
 
 def split_for_pool(pools: Pools, name: str, code: str) -> list[CellPart]:
-    """Split a cell as `split_cell` does, by the pool's variables and the notebook's magics."""
+    """Split a cell for the ranks of the pool `name`, as `split_cell` does."""
     world, shell = pools.world_of(name), pools.shell
     is_notebook_magic = partial(_is_notebook_magic, shell, frozenset(pools.auto.loaded))
     side = SideRules(partial(_is_on_ranks, world, shell.user_ns), is_notebook_magic)

@@ -49,7 +49,7 @@ AUTO_NOTE = "auto mode: `%%local` on the first line runs a cell here"
 
 @dataclass
 class AutoMode:
-    """The state of auto mode, which is on while `pool` names the pool of plain cells."""
+    """The state of auto mode, which is on if `pool` names the pool on which plain cells run."""
 
     pool: str | None = None
     running: str = ""  # the code that runs in place of the last cell; "" if the cell itself runs
@@ -60,7 +60,11 @@ class AutoMode:
 
 @dataclass(frozen=True, slots=True)
 class MagicLine:
-    """A line that begins with a magic: `name`, the `text` after the name, and the text's start."""
+    """A line that begins with a magic.
+
+    `name` is the magic without `%`, `text` is the line after the name, and `start` is the position
+    of `text` in the cell.
+    """
 
     name: str
     text: str
@@ -74,9 +78,10 @@ class MagicLine:
 
     @property
     def ranks(self) -> str | None:
-        """The text that selects ranks, or None.
+        """The text in the line that selects ranks, such as `0,2-3`, or None.
 
-        That is the line of `%%rank` without `--pool`, and the value of `-r` of other magics.
+        After `%%rank` it is the line without `--pool NAME`.  After other magics it is the value of
+        `-r`.
         """
         if self.name == "rank":
             return "".join(POOL.sub(" ", self.text).split()) or None
@@ -99,9 +104,10 @@ def magic_at(code: str, cursor: int) -> MagicLine | None:
 
 
 def as_comment(code: str) -> str:
-    """Return a cell with the line of its cell magic as a comment; no other character is moved.
+    """Return a cell with `# ` in place of the `%%` of its cell magic.
 
-    So positions of the cursor in the cell are also right in the returned code.
+    All characters keep their positions, so a position of the cursor is right in the returned code
+    too.  A cell without a cell magic is returned unchanged.
     """
     match = _FIRST.match(code)
     if match is None:
@@ -125,7 +131,7 @@ def root_at(code: str, cursor: int) -> tuple[str, bool]:
 NBDIST_CELL_MAGICS = ("distributed", "rank", "local")
 
 AT = "at line "
-"""Begins the argument by which `refuse_magic` gets the line number of a misplaced magic."""
+"""The beginning of the text that tells `refuse_magic` the line of a misplaced cell magic."""
 
 _CELL_MAGIC_LINE = re.compile(
     rf"[ \t]*%%({'|'.join(NBDIST_CELL_MAGICS)})(?=[\s\[]|$)(.*)", re.DOTALL
@@ -218,7 +224,10 @@ def split_off_magics(cell: str) -> tuple[str, list[LineMagic]]:
 
 
 def remove_comment(line: str) -> str:
-    """Return a magic's line without a comment: `#` at the start or after a space, not in quotes."""
+    """Return a magic's line without the comment at its end.
+
+    A comment begins with `#` at the start of the line or after a space, but not in quotes.
+    """
     plain = _QUOTED.sub(lambda quoted: "_" * len(quoted[0]), line)
     match = _COMMENT_START.search(plain)
     return line[: match.start()] if match else line
@@ -252,7 +261,7 @@ _TRAINING = re.compile(
 )
 
 _WORD = re.compile(r"\s*([^\W\d]\w*)(?:[ \t]+[^=\s].*)?\s*")
-"""A cell of one line that may be a magic typed without `%`."""
+"""Matches a cell of one line that may be a magic typed without `%`."""
 
 
 class CellSyntaxError(UsageError, SyntaxError):
@@ -271,7 +280,8 @@ class CellSyntaxError(UsageError, SyntaxError):
 def check_source(shell: InteractiveShell, first_line: str, cell: str) -> str:
     """Return the cell as Python, with its magics transformed.
 
-    Raises CellSyntaxError if the cell is not Python, and the errors of `check_magics`.
+    `first_line` is the line of the cell's magic, "" in auto mode.  Raises CellSyntaxError if the
+    cell is not Python, and the errors of `check_magics`.
     """
     source = in_notebook_lines(first_line, cell)
     try:
@@ -310,10 +320,11 @@ def is_python(shell: InteractiveShell, cell: str) -> bool:
 
 
 def as_magic(shell: Any, cell: str, world: World | None) -> str:
-    """Return `cd /tmp` as `%cd /tmp` if IPython would do so, and no rank has a variable `cd`.
+    """Return a cell such as `cd /tmp` as `%cd /tmp` if IPython would do so for a plain cell.
 
+    Any other cell is returned unchanged, and so is this cell if a rank has a variable `cd`.
     IPython adds `%` only in cells of one line.  With the cell magic above it, the cell has two
-    lines, so nbdist must add it.
+    lines, so nbdist must add `%`.
     """
     match = _WORD.fullmatch(cell)
     if match is None or (world and world.session.names.ranks_with(match[1])):
@@ -327,9 +338,10 @@ def as_magic(shell: Any, cell: str, world: World | None) -> str:
 def check_commands(
     python: str, names: NameTable, ranks: Collection[int], user_ns: Container[str]
 ) -> None:
-    """Raise UsageError if a command fills in a variable that only some ranks have.
+    """Raise UsageError if a command such as `!ls {x}` needs a variable that some of `ranks` lack.
 
-    A variable is allowed if all of `ranks` or the notebook have it, or if the cell may bind it.
+    No error is raised if no rank has the variable, if the notebook has it, or if the cell may bind
+    it.
     """
     for name in names_in_commands(python):
         have = names.ranks_with(name)
@@ -343,9 +355,9 @@ def check_commands(
 
 
 def _compiled(python: str) -> ast.Module:
-    """Return the syntax tree of a cell; raise SyntaxError also if only compiling finds an error.
+    """Parse and compile a cell, and return its syntax tree; raise SyntaxError if that fails.
 
-    For instance, `return 5` outside of a function can be parsed but not compiled.
+    Compiling finds errors that parsing does not find, such as a `return` outside of a function.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the ranks warn when they compile the cell
@@ -375,15 +387,16 @@ def check_magics(module: ast.Module) -> None:
 
 
 def place_error(name: str, where: str) -> UsageError:
-    """Return the error for a cell magic below other code; `where` says where to split the cell.
+    """Return the error that a cell magic is below other code.
 
-    `name` is the name of the magic with one `%`.
+    `name` is the name of the magic with one `%`.  `where` says where to split the cell, as in "at
+    line 3".
     """
     return UsageError(f"%{name} must be the first line of its cell: split the cell {where}.")
 
 
 def refuse_magic(shell: InteractiveShell, name: str, text: str) -> None:
-    """Raise the error of a cell magic below other code.
+    """Raise the error that a cell magic is below other code.
 
     This function is registered as a line magic, since IPython takes `%%distributed` in the middle
     of a cell for a line magic named `%distributed`.  `text` has the line's number if
@@ -397,12 +410,12 @@ def refuse_magic(shell: InteractiveShell, name: str, text: str) -> None:
 
 
 def in_notebook_lines(first_line: str, cell: str) -> str:
-    """Return the source to send to ranks: the cell, with its first line above it as a comment.
+    """Return the source to send to ranks: the cell, below the line of its magic as a comment.
 
-    So lines have the same numbers as in the notebook.  No comment is added if the cell begins with
-    another cell magic, which must be on the first line, or if `first_line` is "", as in auto mode.
-    The comment is indented like the cell's first line, because IPython dedents a whole cell by the
-    indentation of its first line.
+    With the comment, lines have the same numbers as in the notebook.  No comment is added if the
+    cell begins with another cell magic, which must be on the first line, or if `first_line` is "",
+    as in auto mode.  The comment is indented like the cell's first line, because IPython dedents a
+    whole cell by the indentation of its first line.
     """
     is_whole = not first_line or cell.lstrip().startswith("%%")
     indent = re.match(r"\s*?([ \t]*)(?=\S|$)", cell)
@@ -447,5 +460,5 @@ def request_of(shell: InteractiveShell) -> dict[str, Any]:
 
 
 def is_attended(shell: InteractiveShell) -> bool:
-    """Return False if the cell's request says that no user can type input, as papermill's do."""
+    """Return whether a user can type input for the running cell; papermill's requests say no."""
     return bool(request_of(shell).get("content", {}).get("allow_stdin", True))

@@ -67,7 +67,11 @@ def source_steps(
     display: CellDisplay,
     options: argparse.Namespace,
 ) -> CellSteps:
-    """Run a cell on workers and show its output; if there are no workers, start them first."""
+    """Run a cell on workers and show its output; if there are no workers, start them first.
+
+    `first_line` is the line of the cell's magic, "" in auto mode.  `options` are the magic's
+    options.
+    """
     cell = as_magic(pool.shell, cell, pool.world if pool.has_workers else None)
     python = check_source(pool.shell, first_line, cell)
     source = in_notebook_lines(first_line, cell)
@@ -146,9 +150,8 @@ def attempt_steps(
 ) -> CellSteps:
     """Run a cell and show its output; return its result, or the error of the last attempt.
 
-    The error is returned and not raised: if a rank raised StopIteration, the error is a
-    StopIteration too, which a generator cannot raise.  `setup` identifies a cell that new workers
-    will run too; "" for other cells.
+    The error is returned, since a generator could not raise it if it is the StopIteration of a
+    rank.  `setup` identifies a cell that new workers will run too; "" for other cells.
 
     With `--max-restarts`, each attempt gets the notebook's variables as the first attempt did, even
     if a failed attempt has bound their names on the ranks.  Restarted ranks are sent the variables
@@ -254,10 +257,11 @@ def _attempt(
 def follow_steps(
     pool: Pool, world: World, running: TaskRun, display: CellDisplay | None
 ) -> Generator[TaskRun, float | None, None]:
-    """Follow a task step by step until it ends, or until Stop returns control.
+    """Follow a task step by step, until all its ranks have finished or Stop has ended the waiting.
 
-    Shows the task's output if there is a display.  If a rank reads input, an input box opens below
-    the output, but only while a cell waits for the task.
+    Stop ends the waiting if ranks have not reacted to it in time.  If there is a display, it shows
+    the task's output.  If a rank reads input, an input box opens below the output, but only while a
+    cell waits for the task.
     """
     is_here = True  # whether the notebook cell that runs now has sent the task
     with redirect_stops(partial(world.session.count_stop, running.task)):
@@ -394,7 +398,7 @@ def bind(
     display: CellDisplay | None = None,
     shipped: Mapping[int, Parcel] | None = None,
 ) -> TaskRun:
-    """Run `task`, which brings values to ranks; if it succeeds on all ranks, bind them by `work`.
+    """Run `task`, which brings values to ranks; if it succeeds, run `work`, which binds the values.
 
     A display shows the output of `task`, but not of `work`.  `shipped` has by rank the names and
     objects that the rank is sent.

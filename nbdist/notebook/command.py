@@ -60,14 +60,14 @@ MORE_OPTIONS = (
 )
 
 Split = Callable[[Magic, str], tuple[str, list[str]]]
-"""A function that divides a line into the text for argparse, and words for the magic itself."""
+"""Divides a magic's line into a text for argparse and the words that the magic itself reads."""
 
 
 class MagicCall:
     """A call of a magic, with the typed text, the parsed options, and the pool, world and display.
 
     `pool` is the pool that `--pool` names, or the default pool.  `pools` has only the named pool,
-    or all pools if none is named.
+    or all pools if none is named.  `words` are the words of the line that argparse does not read.
     """
 
     def __init__(self, command: Command, pools: Pools, text: str, cell: str = "") -> None:
@@ -161,8 +161,10 @@ Returned = CommandOutput | MagicResult | str | None
 class Command:
     """A magic of nbdist; the function `run` is called with a `MagicCall`.
 
-    `looks` are the options with which the magic changes nothing: with such an option it may run in
-    a subshell while a cell runs.  If "" is among them, the magic never changes anything.
+    `looks` are the options with which the magic changes nothing.  With such an option it may run in
+    a subshell while a cell runs.  "" among the options means that the magic never changes anything.
+    `split` divides the magic's line.  If `in_a_line`, the cell magic is a line magic too.
+    `short_for` is the call that a short form stands for, "" for other magics.
     """
 
     run: Callable[[MagicCall], Returned]
@@ -358,7 +360,7 @@ def _usage(run: Magic, options: Sequence[Callable[[Magic], Magic]]) -> str:
 
 
 def find_commands() -> Iterator[Command]:
-    """Yield all commands: of the files in `nbdist.notebook.commands`, and of plugins."""
+    """Yield the commands that files in `nbdist.notebook.commands` define, and those of plugins."""
     for file in sorted(pkgutil.iter_modules(commands.__path__), key=lambda each: each.name):
         module = import_module(f"{commands.__name__}.{file.name}")
         yield from (each for each in vars(module).values() if isinstance(each, Command))

@@ -96,10 +96,11 @@ class Completion:
     # --- answers ------------------------------------------------------------------------------
 
     def _answer(self, question: TypingQuestion) -> Completions | Description | None:
-        """Answer a question about a line of a magic or, by asking a rank, about a cell of workers.
+        """Return the completions or the description that a front end asks for, or None.
 
-        Returns None if the notebook's kernel should answer: in plain cells, without workers, and
-        for attributes of the notebook's own variables.
+        A question about a line of a magic is answered here, and a question about a cell of the
+        workers by a rank.  None means that IPython must answer: in plain cells, without workers,
+        and for descriptions and attributes of the notebook's own variables.
         """
         cursor, line = question.cursor, None
         if isinstance(question, Complete):

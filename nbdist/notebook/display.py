@@ -62,8 +62,8 @@ class PanelDisplay:
         pool: named in the head of the panel and in the magics that notes advise; "" for the
             default pool.
         tabs: an id for this cell; if it is given, each rank has a tab.
-        is_quiet: whether the output of a cell that succeeds is not shown.  A running cell is then
-            drawn only once ranks wait for one another or for input.
+        is_quiet: whether to hide the output of a cell that succeeds.  A running cell is then drawn
+            only once ranks wait for one another or for input.
     """
 
     can_change = True  # a panel that was drawn can be drawn again, with other content
@@ -111,10 +111,10 @@ class PanelDisplay:
     def show_status(self, text: str, *, in_background: bool = False) -> None:
         """Draw the notes and `text` in one line, which the next drawing replaces.
 
-        If the setting `seconds` is "none", nothing is drawn for a `text`.  Nor does a quiet display
-        draw a `text`, unless the cell will run `in_background`: a page shows later drawings of such
-        a cell only in a display that the cell itself has made.  With an empty `text` the notes are
-        always drawn.
+        With an empty `text` the notes are always drawn.  Other texts are not drawn if the setting
+        `seconds` is "none".  A quiet display draws them only for a cell that will run
+        `in_background`: a page shows later drawings of such a cell only in a display that the cell
+        itself has made.
         """
         is_hidden = self._seconds == "none" or (self.is_quiet and not in_background)
         if not (text and is_hidden):
@@ -136,9 +136,9 @@ class PanelDisplay:
     ) -> None:
         """Redraw the running cell's panel, but not too often, and not if `seconds` is "none".
 
-        Called after new output of ranks, and periodically without output.  `waits` is a line
-        on ranks that wait for others; `usage` is a line on the memory and GPUs in use.  A quiet
-        display is first drawn when `waits` is not "".
+        Called after new output of ranks, and periodically without output.  `waits` is a line on
+        ranks that wait for others; `usage` is a line on the memory and GPUs in use.  A quiet
+        display draws nothing until `waits` has a text.
         """
         now = time.monotonic()
         if now < self._draw_at or self._seconds == "none":
@@ -226,21 +226,22 @@ class PanelDisplay:
         )
 
     def close(self) -> None:
-        """Repeat the last drawing as a new display, if clients that redraw no displays lack it.
+        """Show the last drawing as a new display too, for clients that cannot redraw a display.
 
-        Called when the magic has ended.  Later changes reach only clients that redraw displays.
+        Called when the magic has ended.  Does nothing if the last drawing was a new display
+        already, or if `_begin_last` returns False.  Later changes reach only clients that redraw
+        displays.
         """
         if self._is_redrawn and self._begin_last():
             self._draw(self._shown["text/html"], self._shown["text/plain"])
         self._is_alone, self._is_page = False, True
 
     def _begin_last(self) -> bool:
-        """Let the next drawing create a new display in place of the present one, if possible.
+        """Prepare a new display for the last drawing; return False if the present one must be kept.
 
-        If the user has cleared the cell's output on a page, updates of the present display are not
-        seen, but a new display is.  Returns False if the next drawing has to update the present
-        display: if nothing was drawn, if another cell runs now, or if a page may show other output
-        of the cell, which would be cleared too.
+        A new display is seen even if the user has cleared the cell's output on a page.  The present
+        display is removed if possible.  It must be kept if nothing was drawn, if another cell runs
+        now, or if a page may show other output of the cell, which would be removed too.
         """
         if not (self._is_drawn or self._id_above) or self._find_request() != self._request:
             return False
@@ -447,8 +448,8 @@ class PlainDisplay:
     def redraw_ended(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         """Print the complete lines of late output, at most the last `MAX_LATE_LINES`.
 
-        If there are more, the first printed line has their number.  While a prompt is open, IPython
-        prints the lines above the prompt.
+        If there are more, a line before them says how many are left out.  While a prompt is open,
+        IPython prints the lines above the prompt.
         """
         if self._lines is not None:
             self._late_lines += self._lines.flush()
@@ -488,7 +489,7 @@ def make_display(
     *,
     is_quiet: bool = False,
 ) -> CellDisplay:
-    """Return a panel if `has_panels` says so, else a display of plain lines.
+    """Return a panel if `has_panels` returns True, and a display of plain lines otherwise.
 
     `cell` is the source of the cell that runs.  If the source is a single magic (`is_of_magic`),
     the panel may replace all output of the cell at the end.
@@ -617,7 +618,7 @@ def progress(display: CellDisplay, what: str) -> Callable[[int, int], None]:
 
 
 def progress_text(what: str, done: int, total: int, seconds: float) -> str:
-    """Return `sending data: 1.2 GiB of 4 GiB · 1.1 GiB/s`."""
+    """Return a line such as `sending data: 1.2 GiB of 4 GiB · 1.1 GiB/s`."""
     return f"{what}: {size_text(done)} of {size_text(total)} · {size_text(done / seconds)}/s"
 
 

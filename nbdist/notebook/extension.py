@@ -43,9 +43,10 @@ _loaded: WeakKeyDictionary[InteractiveShell, tuple[Pools, ExitStack]] = WeakKeyD
 
 
 def load(shell: InteractiveShell) -> None:
-    """Register nbdist's magics, settings and event handlers; with `prestart`, start an agent too.
+    """Register nbdist's magics, settings and event handlers in a shell.
 
-    Raises WrongVersion if an installed library is not in the supported range.
+    With the setting `prestart`, an agent is started too, whose fork server imports torch.  Raises
+    WrongVersion if an installed library is not in the supported range.
     """
     check_libraries()
     settings = NbDist(parent=shell)
@@ -161,7 +162,10 @@ def wrap_methods(
 
 
 def keep_loaded(pools: Pools, original: Callable[[str], object], module_str: str) -> object:
-    """Wrap IPython's reload, to keep nbdist loaded if it has workers: unloading would end them."""
+    """Keep nbdist loaded at `%reload_ext nbdist` if it has workers, which unloading would end.
+
+    Wraps `reload_extension` of IPython, and calls it (`original`) in all other cases.
+    """
     if module_str != nbdist.__name__ or not any(pool.has_workers for pool in pools):
         return original(module_str)
     sys.stdout.write("nbdist stays loaded, with its workers: `%unload_ext nbdist` ends them\n")
@@ -303,7 +307,7 @@ class Border:
         return expanded
 
     def hint(self, name: str) -> str:
-        """Return how to use a name that workers of a pool have and the notebook lacks; or ""."""
+        """Return a hint on a name that workers of a pool have and the notebook lacks, or ""."""
         hints = (hint_of(pool, name) for pool in self._pools if pool.has_workers)
         return next(filter(None, hints), "")
 
@@ -326,7 +330,7 @@ def _cut_traceback(error: BaseException | None) -> None:
 
 
 def hint_of(pool: Pool, name: str) -> str:
-    """Return which ranks of the pool have a name that the notebook lacks, and a remedy; or ""."""
+    """Return which ranks of the pool have a name that the notebook lacks, with a remedy, or ""."""
     world = pool.world
     if world is None or name in pool.shell.user_ns:
         return ""

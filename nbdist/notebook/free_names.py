@@ -71,10 +71,11 @@ def names_used(source: str) -> frozenset[str]:
 
 
 def bound_before(source: str) -> Mapping[str, frozenset[str]]:
-    """Return, for each name of `names_used`, the names that are certainly bound at each read.
+    """Return which names a cell has certainly bound whenever it reads a name of `names_used`.
 
-    In the cell `lock = Lock(); work()`, the notebook's function `work` uses the cell's own `lock`,
-    so that the notebook's `lock` need not be sent.  Raises SyntaxError.
+    The result maps each name of `names_used` to these names.  In the cell `lock = Lock(); work()`,
+    it maps `work` to `lock`: the notebook's function `work` uses the cell's own `lock`, so that the
+    notebook's `lock` need not be sent.  Raises SyntaxError.
     """
     cell = _cell(source)
     return {name: bound - cell.unbound for name, bound in cell.used.items()}
@@ -109,7 +110,7 @@ def dotted_names(source: str) -> frozenset[tuple[str, ...]]:
 
 
 def names_in_commands(source: str) -> list[str]:
-    """Return the names that a cell's `!` lines and line magics fill in: `path` in `!ls {path}`.
+    """Return the names whose values `!` lines and line magics fill in: `path` in `!ls {path}`.
 
     Lines inside of functions do not count.
     """
@@ -118,7 +119,7 @@ def names_in_commands(source: str) -> list[str]:
 
 
 def names_filled_in(text: str) -> list[str]:
-    """Return the names in `{x}` and `$x` of a command, except names that it sets itself."""
+    """Return the names in `{x}` and `$x` of a command, without names that the command sets."""
     names = (name for source in _filled_in([text]) for name in sorted(names_used(source)))
     return [name for name in dict.fromkeys(names) if not _is_the_shells(name, text)]
 
@@ -143,7 +144,7 @@ class _Code:
     - `certain`: names that are bound whenever a cell ends without an error.
     - `bound`: names that the code may bind or delete; `unbound`: globals that functions delete.
     - `chains`: see `dotted_names`; `commands`: texts of `!` lines and line magics.
-    - `first`: by name, the first instruction with the name, whether it reads or binds.
+    - `first`: by name, the opname of the first instruction that reads, binds or deletes the name.
     """
 
     def __init__(self, code: types.CodeType) -> None:
@@ -415,10 +416,10 @@ _ABSENT = object()
 
 
 class Gathered:
-    """The notebook's variables that hold values gathered from ranks: `name in gathered`.
+    """The notebook's variables that hold values gathered from ranks, to test `name in gathered`.
 
-    A name is contained until the notebook binds another object to it.  Equal numbers and texts can
-    be the same object: for these `record_assigned` decides.
+    A name stays until the notebook binds another object to it.  Equal numbers and equal texts can
+    be the same object, so `record_assigned` decides when such a name is removed.
     """
 
     def __init__(self, namespace: Mapping[str, Any]) -> None:
@@ -442,10 +443,10 @@ class Gathered:
             self._of_this_cell.add(name)
 
     def record_assigned(self, names: Iterable[str]) -> None:
-        """Forget gathered names that the cell which has just ended has bound to other values.
+        """Forget gathered names to which the cell that has just ended has assigned other values.
 
-        `names` are those that the cell may have bound.  A number or text counts as another value
-        unless this cell gathered it: an equal value that the cell assigns can be the same object.
+        `names` are the names that the cell may have assigned.  An equal number or text can be the
+        same object, so such a name is always forgotten, unless this very cell has gathered it.
         """
         for name in self._values.keys() & set(names):
             may_be_equal = is_atomic(self._namespace.get(name)) and name not in self._of_this_cell
@@ -460,7 +461,7 @@ GATHERS = "get_ipython().run_line_magic('dist_gather'"
 def assigned_in(source: str) -> frozenset[str]:
     """Return the names that statements such as `x = %dist_gather y` assign, anywhere in a cell.
 
-    IPython has transformed `source`, the cell, to Python before.
+    `source` is the cell after IPython's transformation to Python.
     """
     assigned: set[str] = set()
     if GATHERS in source:

@@ -218,7 +218,7 @@ class FinishedCells:
         return bool(self._changed)
 
     def show(self, logs: Mapping[int, str], *, at_once: bool = True) -> None:
-        """Redraw the cells that have changed; unless `at_once`, a few times a second at most."""
+        """Redraw the cells that have changed; without `at_once`, at most a few times a second."""
         if self._changed and (at_once or time.monotonic() >= self._show_at):
             for transcript, display in self._cells:
                 if transcript in self._changed and display is not None:
@@ -247,7 +247,7 @@ class FinishedCells:
 
 
 def late_texts(outputs: Iterable[tuple[int, Output]]) -> list[str]:
-    """Return `ranks 0-1 printed after their last cell: bye`, a line for each different output."""
+    """Return a line for each different output: `ranks 0-1 printed after their last cell: bye`."""
     text_by_rank: dict[int, str] = {}
     for rank, output in outputs:
         text_by_rank[rank] = text_by_rank.get(rank, "") + _text_of(output)
@@ -317,7 +317,7 @@ class Stops:
 
 
 def command_stops() -> AbstractContextManager[object]:
-    """Return a context in which Stop raises KeyboardInterrupt, unless `redirect_stops` is used.
+    """Return a context in which Stop raises KeyboardInterrupt, unless `redirect_stops` applies.
 
     The context does nothing if the handler of SIGINT is not Python's own.
     """
@@ -332,7 +332,7 @@ def raise_stops() -> AbstractContextManager[object]:
 
 @contextmanager
 def redirect_stops(on_stop: Callable[[], bool]) -> Iterator[None]:
-    """Call `on_stop` at each Stop in this context; if that is False, raise KeyboardInterrupt.
+    """Call `on_stop` at each Stop in this context; if it returns False, raise KeyboardInterrupt.
 
     Has an effect only within a `Stops` that has an `on_stop`, such as that of `command_stops`.
     """
@@ -367,7 +367,7 @@ def _active_stops() -> Stops | None:
 
 
 def is_main_thread() -> bool:
-    """Return True if signals are handled in this thread."""
+    """Return True on the main thread, the only thread in which Python handles signals."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -386,10 +386,11 @@ class IdleStop:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def update(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Install the handler if `is_wanted()`, else remove it; `stop` will run on `loop`.
+        """Install the handler if `is_wanted()`, and remove it otherwise; `stop` will run on `loop`.
 
-        Replaces only the handler that ignores SIGINT.  While a cell runs, this handler cannot be
-        removed, because ipykernel restores it at the cell's end: then the loop tries again later.
+        The handler is installed only in place of the one that ignores SIGINT.  While a cell runs,
+        it cannot be removed, because ipykernel would restore it at the cell's end, so the loop
+        tries again later.
         """
         self._loop = loop or self._loop
         handler, loop = signal.getsignal(signal.SIGINT), self._loop

@@ -1,8 +1,8 @@
 """The class `Job`, whose objects stand for cells that were sent with `--no-wait`.
 
-Runs in the notebook's process, on IPython's main thread, where three callers run the steps of a
-job: between cells the event loop (`Pool.run_job_steps`); in a plain cell methods such as
-`Job.wait`; and during another distributed cell the loop that follows that cell.
+Runs in the notebook's process, on IPython's main thread.  A job makes progress in steps.  Between
+cells the event loop runs the steps (`Pool.run_job_steps`).  In a plain cell, methods such as
+`Job.wait` run them.  During another distributed cell, the loop that follows that cell runs them.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ class Job:
         return True
 
     def cancelled(self) -> bool:
-        """Return True if the job has ended by `cancel`."""
+        """Return True if the job has ended because of `cancel`."""
         return isinstance(self._error, JobCancelled)
 
     def interrupt(self) -> None:
@@ -267,10 +267,7 @@ class Job:
 
     @property
     def keeps_running_text(self) -> str:
-        """The part of an interrupted wait's error that says that the job runs on.
-
-        The text also says how to stop the job.
-        """
+        """A text for the error of an interrupted wait: the job runs on, and how to stop it."""
         again = "Stop again, or " if self._place.is_known else ""
         return f"{self.title} keeps running: {again}`%dist_interrupt` stops it"
 
@@ -306,7 +303,11 @@ class Job:
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a step of this job runs now; if so, that step has called the caller."""
+        """Whether a step of this job runs now.
+
+        Steps run only on the main thread.  Code on that thread that finds True here was called by
+        the step.
+        """
         return self._is_stepping
 
     @property
@@ -319,10 +320,10 @@ class Job:
         return not (self.has_ended or self._is_stepping) and is_main_thread()
 
     def pop_failure_note(self) -> str:
-        """Return a line on the failure of the job's cell; "" if the cell has not failed.
+        """Return a line on the failure of the job's cell, once; "" if there is nothing to tell.
 
-        Further calls return "", and so does the first call if the user has waited for the job's end
-        by `wait`, `result` or `await`.
+        There is nothing to tell if the cell has not failed, or if the user has waited for the job's
+        end by `wait`, `result` or `await`.
         """
         is_heard, self._was_waited_for = self._was_waited_for, True
         if is_heard or not isinstance(self._error, WorkerError | CellTimeout):

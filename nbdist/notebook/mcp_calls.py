@@ -72,7 +72,7 @@ def note(until: float, pool: str, text: str) -> None:
 def _call(
     until: float, pool: str, action: Callable[[Any, Pool], object], *, is_seen: bool = False
 ) -> None:
-    """Call `action` with shell and pool; show errors as those of a cell.
+    """Call `action` with the shell and the pool; show its error as IPython shows that of a cell.
 
     If `is_seen`, the output is shown under the user's last distributed cell.  Output that comes
     after this call is shown under that cell too, if there is one, since the caller no longer

@@ -34,7 +34,7 @@ RANKS = re.compile(r"(?<!\S)(?:-r|--ranks)(?:\s*=\s*|\s+)(\[[^\]]*\]|\S+)")
 
 OPTION = re.compile(r"\s*(--?[A-Za-z][\w-]*)(?=[=\s]|$)")
 WORD = re.compile(r"""\s*((\w+=)?("[^"]*"|'[^']*'|\[[^\]]*\])(?!\S)|\S+)""")
-"""A word of a line; also `"nice -n 5"`, `A="1 2"` and `[0, 2]`, which IPython would split."""
+"""Matches a word of a line; `"nice -n 5"`, `A="1 2"` and `[0, 2]` are single words here."""
 
 HELP_MAGIC, HELP_FLAGS = "dist_help", ("-h", "--help")
 """The magic that shows the help of a magic, and the options with which any magic calls it."""
@@ -83,7 +83,7 @@ def _add(name: str, option: Option) -> Callable[[Magic], Magic]:
 
 
 class JoinRanks(argparse.Action):
-    """Lets `-r` be given several times: `-r 0 -r 2-3` selects the same ranks as `-r 0,2-3`."""
+    """Lets `-r` be given several times, so that `-r 0 -r 2-3` selects the ranks of `-r 0,2-3`."""
 
     def __call__(
         self,
@@ -99,7 +99,7 @@ class JoinRanks(argparse.Action):
 
 
 def join_ranks(texts: Sequence[str]) -> str | None:
-    """Return the text for all ranks that these values of `-r` select; None without a value."""
+    """Return one text that selects the ranks of all these values of `-r`; None for no values."""
     if len(texts) < 2:
         return texts[0] if texts else None
     listed = (text.removeprefix("[").removesuffix("]") for text in texts)
@@ -222,8 +222,9 @@ def parse(magic: Magic, name: str, line: str) -> argparse.Namespace:
 def words_of(magic: Magic, line: str) -> Iterator[tuple[str, bool, int]]:
     """Yield each word of a line, whether the word is an option, and the position of its end.
 
-    An option includes its value, as `-r=-1`: argparse would take the value of `-r -1` for another
-    option.  Flags of other tools are replaced by ours.  ValueError if a quote is not closed.
+    An option includes its value, as in `-r=-1`, since argparse would take the value of `-r -1` for
+    another option.  Flags of other tools are replaced by ours.  Raises ValueError if a quote is not
+    closed.
     """
     flags, at = flags_of(magic), 0
     while line[at:].strip():
@@ -326,7 +327,7 @@ MEANT = {
     "-t": "-r",
     "--noblock": "--no-wait",
 }
-"""Flags that are refused with a hint at our flag that is close in meaning."""
+"""Flags that are refused with the question whether our flag of similar meaning is meant."""
 
 _PORT = "ranks meet without a port; `--rdzv-endpoint HOST:PORT` has them meet at a store"
 _LOGS = "all output of all ranks is shown and kept: `%dist_output --log`"
@@ -366,7 +367,7 @@ TORCHRUN_IGNORED: Mapping[tuple[str, ...], Collection[str]] = {
     ("--run-path",): (),
     ("--use-env",): (),
 }
-"""Options of torchrun that `%dist_run` ignores, and the accepted values; () accepts all."""
+"""Options of torchrun that `%dist_run` ignores, each with its allowed values; () allows all."""
 
 _WITHOUT_VALUE = ("--standalone", "--run-path", "--use-env")
 
@@ -404,7 +405,7 @@ def old_flags(line: str, flags: Collection[str]) -> list[str]:
 def our_flag(flag: str, flags: Collection[str]) -> str:
     """Return our flag for a flag of another tool, of a former version, or with underscores.
 
-    Returns the flag unchanged if it is one of the magic's `flags`, or if our flag is none of these.
+    Returns the flag unchanged if it is one of the magic's `flags`, or if the magic lacks our flag.
     """
     renamed = SAME.get(flag) or OLD.get(_dashed(flag)) or _dashed(flag)
     return renamed if renamed in flags and flag not in flags else flag
@@ -415,7 +416,7 @@ def _dashed(flag: str) -> str:
 
 
 def hint_on_argument(message: str, flags: Collection[str]) -> str:
-    """Return a hint on the argument that argparse has not recognized, by argparse's message.
+    """Return a hint on an argument that argparse has not recognized, from argparse's `message`.
 
     Returns "" for other messages and for most words that are no options.
     """

@@ -67,7 +67,7 @@ class Pages:
         self._connected.setdefault(page, Connected(now, cell))
 
     def end_cell(self) -> None:
-        """Record that a cell has ended: `record` needs the time to know which pages have waited."""
+        """Record when a cell ended, so that `record` can tell which pages have waited for that."""
         self._cell_ended = time.monotonic()
 
     def has_missed(self, page: str, running: TaskRun) -> bool:

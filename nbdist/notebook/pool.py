@@ -1,4 +1,4 @@
-"""The pools of a notebook: `Pool` starts, heals and ends the world of one name; `Pools` has all.
+"""The pools of a notebook: a `Pool` manages the world of one name, and `Pools` has all pools.
 
 Runs in the notebook's process, mostly on IPython's main thread.  Commands, cells and IPython's
 events call the methods.
@@ -110,7 +110,7 @@ class Pool:
 
     @property
     def ready_text(self) -> str:
-        """A line such as `4 workers ready · gloo`, after `pool eval ·` for a named pool."""
+        """A line such as `4 workers ready · gloo`, after the pool's name if the pool is named."""
         assert self.world is not None
         workers = count(self.world.size, "worker")
         return f"{self._title}{workers} ready · {self.world.session.backend}"
@@ -165,7 +165,7 @@ class Pool:
         *,
         for_training: bool = False,
     ) -> World:
-        """Return the running world after `heal_world`; without workers, start a world.
+        """Return the pool's world, ready for a cell (`heal_world`); start a world if there is none.
 
         `options` are those that the user has typed; a new world is started with them.  The pool
         waits for jobs and stopped cells on the ranks of `-r`, by default on any rank.  With
@@ -194,8 +194,8 @@ class Pool:
     ) -> World | None:
         """Return the world, ready for a cell on `ranks`, or None if there are no workers.
 
-        Waits for jobs on `ranks`, by default on any rank, and for ranks that are still in a cell
-        that Stop has left.  Then replaces dead workers.  Notes on the display name the ranks that
+        Waits for jobs on `ranks`, by default on any rank, and for ranks that still run a cell that
+        the user has stopped.  Then replaces dead workers.  Notes on the display name the ranks that
         have died since the last cell.
         """
         self.wait_for_jobs(display, ranks)
@@ -221,7 +221,7 @@ class Pool:
     def _wait_for_stop(
         self, world: World, display: CellDisplay, among: Collection[int] | None
     ) -> None:
-        """If Stop has ended a cell in the notebook, and ranks still run it, wait for these ranks.
+        """Wait for ranks that still run a cell which Stop has ended in the notebook.
 
         The next `show_late` redraws that cell with the output of the wait.  With `among`, waits
         only if one of these ranks still runs the cell, or if the process group is broken.  Raises
@@ -247,7 +247,7 @@ class Pool:
         self.past_cells.mark_changed(running.transcript)
 
     def attach(self, world: World) -> None:
-        """Use a world that already runs, and close the agent that `%load_ext` has started."""
+        """Take over a world that already runs, and close the agent that `%load_ext` has started."""
         self._use_world(world)
         self._close_prestarted()
 
@@ -360,9 +360,10 @@ class Pool:
         self._watch_while_idle()
 
     def note_other_values(self, read: Collection[str]) -> None:
-        """Note, once per variable, that a notebook cell has read a variable that differs on ranks.
+        """Tell the user if a plain cell has read a variable that has another value on ranks.
 
-        `read` are the names that the cell used.  Does nothing while the workers are busy.
+        `read` are the names that the cell used.  Each variable is named once.  Does nothing while
+        the workers are busy.
         """
         names, session = self.world.session.names, self.world.session  # type: ignore[union-attr]
         notebook_names = [n for n in read if n in self.shell.user_ns and n not in self.gathered]
@@ -387,10 +388,10 @@ class Pool:
     def bind_gathered(
         self, values: Mapping[str, Any], rank_names: Sequence[str], ranks: Collection[int]
     ) -> None:
-        """Bind values that were gathered from these ranks, in the notebook.
+        """Bind values in the notebook that were gathered from `ranks`.
 
-        `rank_names` are the names that the ranks have for the gathered variables too.  Later cells
-        do not send the notebook's copies to the ranks.
+        `values` has the values by name.  `rank_names` are those of the names that are variables of
+        the ranks too.  Later cells do not send the notebook's copies to the ranks.
         """
         self.shell.user_ns.update(values)
         self.gathered.add(values)
@@ -442,12 +443,12 @@ class Pool:
             self.show_news()
 
     def _is_active(self) -> bool:
-        """Return True while a job runs, or while ranks are still in a stopped cell."""
+        """Return True while a job runs, or while ranks still run a cell that was stopped."""
         return bool(self.jobs) or bool(self._stopped and self._stopped.unfinished)
 
     @property
     def _stopped(self) -> TaskRun | None:
-        """The cell that Stop has left while ranks were still running it, or None."""
+        """The cell that Stop has ended in the notebook although ranks still ran it, or None."""
         return self.world.session.stopped_task() if self.world else None
 
     def end_cell(self, running: TaskRun, display: CellDisplay) -> None:
@@ -459,7 +460,7 @@ class Pool:
     def show_news(self) -> None:
         """Replace workers that have died since the last cell; show their deaths and late output.
 
-        While ranks are still in a cell that Stop has left, only redraws that cell.
+        While ranks still run a cell that the user has stopped, only redraws that cell.
         """
         world = self.world
         if world is not None and (stopped := self._stopped) is not None:
@@ -504,8 +505,8 @@ class Pool:
     ) -> None:
         """Note on the display which ranks died outside of a cell and were replaced.
 
-        `machines` are the machines of the ranks before they were replaced.  Ranks of
-        `Session.pop_replaced` are noted too.
+        `machines` are the machines of the ranks before they were replaced.  The ranks in `dead` are
+        noted, and those that other calls have replaced meanwhile (`Session.pop_replaced`).
         """
         dead = {**dead, **world.session.pop_replaced()}
         self.note_ends(dead, machines, display)
@@ -623,7 +624,7 @@ class Pool:
 
 
 def _complete_shutdown(world: World) -> None:
-    """Complete a shutdown whose wait Stop has interrupted; do nothing in other states."""
+    """Finish a shutdown if Stop has interrupted the wait for it; do nothing in other states."""
     if world.state is WorldState.STOPPING:
         world.shutdown()
 
@@ -679,7 +680,7 @@ class Pools:
         return self._pools.get(name or DEFAULT_POOL)
 
     def world_of(self, name: str | None) -> World | None:
-        """Return the world of a pool that has workers, else None; any thread may read from it."""
+        """Return the world of a pool that has workers, or None; any thread may read from it."""
         pool = self.find(name)
         return pool.world if pool and pool.has_workers else None
 
@@ -724,10 +725,11 @@ class Pools:
                     pool.note_other_values(names_used(python))
 
     def do_shutdown(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wrap the kernel's method of this name, which runs on the kernel's control thread.
+        """Let cells of worlds with `--detach` end without stopping their ranks.
 
-        Sets `kernel_exiting` first: a running cell of a world with `--detach` then returns
-        control without stopping its ranks.
+        Wraps the kernel's method of this name, which runs on the kernel's control thread.  Sets the
+        events `kernel_exiting`, which tell a running cell that the kernel ends, then calls
+        `original`.
         """
         for pool in self:
             if pool.world is not None:

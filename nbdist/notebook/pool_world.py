@@ -74,7 +74,7 @@ class PoolWorld(World):
         _start(self._pool)
 
     def restart(self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Any) -> None:
-        """End all workers and start new ones, as `%dist_restart`; see `World.restart`."""
+        """End all workers and start new ones, as `%dist_restart` does; see `World.restart`."""
         _check_thread()
         changes = changes if n is None else {"n": n, **changes}
         with _display_of(self._pool) as display:
@@ -82,7 +82,10 @@ class PoolWorld(World):
             display.answer(self._pool.ready_text)
 
     def shutdown(self) -> None:
-        """End all workers, as `%dist_shutdown`; log a warning if processes are left elsewhere."""
+        """End all workers, as `%dist_shutdown` does.
+
+        Logs a warning if processes may be left on other machines.
+        """
         _check_thread()
         if (text := self._pool.shutdown()) not in ("", "workers ended"):
             log.warning("%s", text)

@@ -130,7 +130,7 @@ class Below:
             OUTPUTS.number += 1
 
     def change(self, transcript: Transcript) -> None:
-        """Update displays that have changed; further displays cannot be added any more."""
+        """Redraw the displays that have changed; do not add displays that came since `end`."""
         if self._shown:
             self._change(below_panel(transcript, pool=self._pool))
 
@@ -169,7 +169,7 @@ def below_panel(
 
 
 def _readable(shown: Display) -> Display:
-    """Return a display with a description of its content as text, often instead of a class name."""
+    """Return a display whose text/plain describes its content; before, it often names a class."""
     return shown._replace(data={**shown.data, "text/plain": plain_of(shown.data)})
 
 

@@ -111,7 +111,10 @@ class PackedByRank:
 def replaced_text(
     name: str, value: Any, replaced: Mapping[int, Replaced], verb: str = "changed"
 ) -> str:
-    """Return "the notebook's `m` (Net) replaces the ranks' `m` (Net, trained)"."""
+    """Return "the notebook's `m` (Net) replaces the ranks' `m` (Net, trained)".
+
+    `verb` is the word for what ranks have done to their value, here "trained".
+    """
     kinds = dict.fromkeys(each.kind for each in replaced.values())
     others = dict.fromkeys(other for each in replaced.values() for other in each.others)
     is_changed = any(each.is_changed for each in replaced.values())
@@ -131,8 +134,9 @@ HAVE_NAMED_PARTS = ("dict", "instance", "class", "function")
 def path_of(name: str, root: Any, value: Any, parts: ChangedParts) -> str:
     """Return the path of a changed part for messages, such as "cfg['lr']" or "CFG.lr".
 
-    `root` is the variable's object, `value` the object that has changed.  Returns only the
-    variable's name if `value` is another object, or unless exactly one part with a name changed.
+    `root` is the variable's object, and `value` the object that has changed.  The path is only the
+    variable's name if `value` is not `root`, if `parts` is not a single part, or if the part has no
+    name.
     """
     if value is not root or not parts or len(parts) != 1:
         return name

@@ -115,7 +115,7 @@ def push(names: Iterable[str], table: NameTable, ranks: Iterable[int]) -> Plan:
 
 
 def version_now(name: str, table: NameTable) -> Hashable:
-    """Return the version of a notebook variable now, to compare with an earlier `Sent.version`.
+    """Return the present version of a notebook variable, to compare with a `Sent.version`.
 
     Raises `VariableNotSent` if the variable cannot be sent any more.
     """
@@ -180,8 +180,8 @@ class Plan:
     ) -> None:
         """Examine the notebook's variables of these names, and those that their functions need.
 
-        `before` maps each name to the names that the cell has bound whenever it reads the name.
-        Variables of those names are not examined: the functions use the cell's own values.
+        For each name that the cell reads, `before` has the names that the cell itself has bound by
+        then.  Variables of those names are not examined: the functions use the cell's own values.
         """
         waiting = [(name, (before or {}).get(name, frozenset())) for name in sorted(names)]
         waiting.reverse()
@@ -216,7 +216,7 @@ class Plan:
                 continue
             is_fixed = is_atomic(value) or isinstance(value, types.FunctionType)
             is_big = (record.size if record else least_size(value)) > SMALL_VARIABLE
-            # The cell binds the name itself, in most cells before a function reads the name: a big
+            # The cell binds the name itself, in most cells before a function reads it, so a big
             # value would be sent in vain.
             if is_big and name in self.binds:
                 continue
@@ -231,7 +231,10 @@ class Plan:
                 self._follow_or_say(name)
 
     def _follow_or_say(self, name: str) -> bool:
-        """Follow a variable that functions use; add a notice and return False if that fails."""
+        """Examine a variable that functions on the ranks use, and the variables that it needs.
+
+        Adds a notice and returns False if the variable cannot be sent.
+        """
         if self._follow_unused(name):
             return True
         self._table.failed.add(name)
@@ -239,7 +242,7 @@ class Plan:
         return False
 
     def _follow_small(self, name: str, *, is_big: bool) -> None:
-        """Follow a variable that ranks have bound and that was never sent, if it is small.
+        """Examine a variable that ranks have bound and that was never sent, if it is small.
 
         If the variable is big, undo the examination, and add a notice instead.
         """
@@ -270,7 +273,7 @@ class Plan:
         return has_name and not isinstance(self._names.get(name), types.ModuleType)
 
     def follow_other_names(self) -> None:
-        """Send new names of objects, and of views of memory, that the plan's ranks have already.
+        """Examine new names of objects, or of views of memory, that the plan's ranks have already.
 
         For example, after `best = model` in the notebook the ranks bind `best` too.  Otherwise they
         would lose the model if the cell gave `model` another value.  A name that a rank has deleted
@@ -290,7 +293,7 @@ class Plan:
                 self._follow_unused(name)
 
     def _follow_unused(self, name: str) -> bool:
-        """Follow a variable that the cell itself does not use; return False if it cannot be sent.
+        """Examine a variable that the cell itself does not use; return False if it cannot be sent.
 
         A failure makes `Outgoing` drop all states that it has scanned.  So all variables that were
         examined before are examined again.
@@ -308,7 +311,7 @@ class Plan:
     def force(self, names: Collection[str]) -> None:
         """Examine variables that must be sent even to ranks that have them already.
 
-        Also follows the variables that functions in their values need.
+        The variables that functions in their values need are examined too.
         """
         self._forced = frozenset(names)
         for name in names:
@@ -319,7 +322,7 @@ class Plan:
     def _is_for_workers(self, name: str) -> bool:
         """Return True if the notebook's value of a name may be sent to ranks.
 
-        If not, and if the user may expect the ranks to get the value, a notice tells the reason.
+        If a user may wonder why the value is not sent, a notice tells the reason.
         """
         value = self._names[name]
         if SYSTEM_NAMES.fullmatch(name) or self._hidden.get(name, _NO_VALUE) is value:
@@ -388,9 +391,10 @@ class Plan:
         return Sent(digest.digest(), Identity(value), needs, size=size, token=token)
 
     def _refuse(self, names: Collection[str], problem: Exception) -> NoReturn:
-        """Raise VariableNotSent for the variable that cannot be pickled.
+        """Raise VariableNotSent for the variable among `names` that cannot be pickled.
 
-        If each variable can be pickled and the problem is an error of nbdist, raise the problem.
+        If each of them can be pickled alone, raise `problem` if it is an error of nbdist, and
+        otherwise blame the first variable.
         """
         fails = fails_in(self._names)
         for name in names:
@@ -723,8 +727,7 @@ class Plan:
     def _notice_replaced(self, name: str, answers: Mapping[int, Inspected]) -> None:
         """Add a notice if ranks lose something when the variable's value replaces an older object.
 
-        That is so if ranks have changed the older object, or if it has other names there: these
-        names keep the older object.
+        That is so if ranks have changed the older object, or if other names on the ranks keep it.
         """
         lack = self._ranks_without(name)
         replaced = {r: each.names[name] for r, each in answers.items() if name in each.names}
@@ -753,7 +756,7 @@ class Plan:
     def _heaviest_part(self, name: str) -> str:
         """Return the path of the largest part of a variable whose value is a callable.
 
-        Returns "" for other variables, and if the part has less than half of `BIG` bytes.
+        Returns "" for other variables, and for a part of less than `BIG` / 2 bytes.
         """
         value = self._examined[name].value
         if not callable(value):

@@ -186,8 +186,9 @@ def distributed(line: MagicCall) -> None:
 def _reset_here(line: MagicCall) -> bool:
     """If a cell in auto mode begins with `%reset`, run that line in the notebook too.
 
-    Without `-f` in the line, asks the user first, and returns False if the user says no.  The
-    ranks' `%reset` gets `-f`, so that no rank asks again.
+    Without `-f` in the line the user is asked first.  Returns False if the user says no, so that
+    the ranks do not run the cell either, and True otherwise.  The ranks' `%reset` gets `-f`, so
+    that no rank asks again.
     """
     shell: Any = line.pool.shell
     cell = as_magic(shell, line.cell, line.pool.world)
@@ -350,7 +351,10 @@ def _find_magic(typed: str, commands: Mapping[str, Command]) -> Command:
 
 
 def _tables_of_magics(commands: Mapping[str, Command]) -> dict[str, list[tuple[str, str]]]:
-    """Return the rows of each group of magics without short forms, below their headings."""
+    """Return a table for each group of magics: a row of headings, then a row for each magic.
+
+    Short forms of magics are left out.
+    """
     groups = {
         title: [commands[name] for name in names if name in commands]
         for title, names in COMMAND_GROUPS.items()

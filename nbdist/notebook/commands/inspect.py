@@ -159,7 +159,7 @@ def _files(tails: Sequence[LogTail], get: GetLogs, session: Session) -> Iterator
 SHORTEST = 0.5  # the fewest seconds between two refreshes, since each takes time of the ranks
 
 DOCTOR_TIMEOUT = 180.0
-"""Seconds for `nbdist doctor`; longer than its own limit for the import of torch."""
+"""Seconds for `nbdist doctor`, which itself allows 120 s for the import of torch."""
 
 STATE_COLOURS = {"idle": "#2aa44f", "busy": "#1f77e0", "dead": "#d03030", "starting": "#b8860b"}
 
@@ -265,8 +265,9 @@ OPEN_LINES = 60
 def shown_stacks(head: str, stacks: Iterable[Stack], who: Who = name_ranks) -> CommandOutput:
     """Return the stacks of ranks as an output; equal stacks are shown once, with their ranks.
 
-    Stacks that differ only in memory addresses or process ids count as equal.  On a page the first
-    stack is open, and further stacks as long as all lines so far are at most `OPEN_LINES`.
+    Stacks that differ only in memory addresses or process ids count as equal.  On a page, a click
+    opens or closes a stack.  The first stack is open, and so is a further stack if it and all
+    stacks above it have at most `OPEN_LINES` lines.
     """
     groups, parts, drawn = group_stacks(stacks), [line(bold(head))], 0
     for each in groups:

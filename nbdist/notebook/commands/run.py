@@ -187,9 +187,10 @@ def failed_rank(pool: Pool) -> int:
 
 
 def debug_ranks(pools: Pools, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Wrap `InteractiveShell.debugger`: if the last error was nbdist's, debug a rank instead.
+    """Debug a rank if the last error was nbdist's; otherwise call IPython's debugger (`original`).
 
-    That is the rank that failed first in the last failed cell of any pool.
+    Wraps `InteractiveShell.debugger`, which `%debug` and `%pdb` call.  The rank is the one that
+    failed first in the last failed cell of any pool.
     """
     shell = pools.shell
     is_wanted = bool(args or kwargs) or shell.call_pdb
@@ -296,7 +297,10 @@ def _peak_text(peak: Peak) -> str:
 def tensor_rows(
     by_rank: Mapping[int, Memory], tensors: Iterable[tuple[int, NameMemory]]
 ) -> list[tuple[str, ...]]:
-    """Return the rows of a table of the largest tensors; ranks with equal tensors share a row."""
+    """Return the rows of a table of the largest tensors; ranks with equal tensors share a row.
+
+    `tensors` are pairs of a rank and one of its tensors.
+    """
     on: dict[NameMemory, list[int]] = {}
     for rank, each in tensors:
         on.setdefault(each, []).append(rank)
