@@ -53,13 +53,16 @@ class Axis(NamedTuple):
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
-        """The ticks as numbers with labels, in rising order; at least two, or none."""
+        """The ticks as numbers with labels, in rising order; none if two labels would be equal.
+
+        There are also none if there is room for only one.
+        """
         marks = self._powers() if self.is_log else self._multiples()
         is_readable = len({text for _, text in marks}) == len(marks) >= 2
         return marks if is_readable else []
 
     def _multiples(self) -> list[tuple[float, str]]:
-        """Return multiples of 1, 2 or 5 times a power of ten."""
+        """Return ticks at multiples of 1, 2 or 5 times a power of ten."""
         span, largest = self.high - self.low, max(abs(self.low), abs(self.high))
         if not span > largest * 10.0**-_MOST_DIGITS or largest < 1e-300:
             return []
@@ -73,7 +76,7 @@ class Axis(NamedTuple):
         return [(min(max(mark, self.low), self.high), label(mark, unit)) for mark in marks]
 
     def _powers(self) -> list[tuple[float, str]]:
-        """Return powers of ten, and between them multiples of a power if there is room."""
+        """Return ticks at powers of ten and, if there is room, at multiples of the powers too."""
         first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
         powers = range(max(first, -307), min(last, 307) + 1)
         for factors in _FACTORS:
@@ -86,9 +89,10 @@ class Axis(NamedTuple):
 
 
 def label(value: float, unit: float) -> str:
-    """Return a number with the digits that tell it from others in steps of `unit`: `0.05`, `2e-6`.
+    """Return a number with enough digits to tell it from numbers that are `unit` away: `0.05`.
 
-    Numbers of four digits or more have commas; very small and large numbers have an exponent.
+    Numbers of four digits or more have commas; very small and large numbers have an exponent:
+    `2e-6`.
     """
     if abs(value) < unit / 1e6:
         return "0"

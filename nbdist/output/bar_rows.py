@@ -59,11 +59,11 @@ class BarRows:
         return kept[::-1]
 
     def _is_over(self, row: int, bar: Bar, later: int, is_ended: Callable[[int], bool]) -> bool:
-        """Return True if a bar will not go on, since the bar of its name in row `later` is new.
+        """Return True if `bar` is over, because the bar of the same name in row `later` is new.
 
-        The later bar is new if it began with less progress than the first bar has, and if it is not
-        the first bar itself, which a line of text has moved.  A bar may still go on as long as it
-        is in its row, and no newline has ended the row.
+        The later bar is new if it began with less progress than `bar` has, unless it is `bar`
+        itself, which a line of text has moved down.  Returns False if `bar` is still in its row and
+        no newline has ended the row, since the program may go on with it.
         """
         if self.by_row.get(row) == bar and not is_ended(row):
             return False
@@ -80,17 +80,17 @@ class BarRows:
         self.drop_removed(bar)
 
     def pop_row(self, row: int) -> int:
-        """Forget the bar of a row that a program begins to write.
+        """Forget the bar of a row that a program begins to write, and return 0 in most cases.
 
-        If tqdm has cut the bar directly after a space, return the length of the bar with that
-        space, which the stored row lacks; else return 0.
+        The stored row lacks spaces at its end.  If tqdm has cut the bar directly after a space,
+        return the length of the bar with that space.
         """
         self.by_row.pop(row, None)
         self._erased_rows.discard(row)
         return self.cut_widths.pop(row, 0)
 
     def set_removed(self, bars: Iterable[Bar], row: int) -> None:
-        """Keep bars of other screens, as if text had replaced each of these bars in row `row`."""
+        """Keep bars of other screens, each as a bar that text has replaced in row `row`."""
         self._removed = {number: (row, bar, 0) for number, bar in enumerate(bars)}
         self.has_been_drawn = bool(self._removed)
 
@@ -114,9 +114,9 @@ class BarRows:
     def drop_lowest(self, width: int, first: int, width_of: Callable[[int], int]) -> None:
         """Drop the lowest bar of `width` characters, because a program has tried to erase it.
 
-        A program erases its nested bars by spaces of their length.  If lines of text have moved the
-        bars down since, the program writes the spaces to a row without a bar, but means a bar in
-        another row: a bar that text has replaced, or a bar in row `first` or below.  `width_of`
+        A program erases a nested bar by as many spaces as the bar has characters.  If lines of text
+        have moved its bars down, the spaces are written to a row without a bar.  The bar that the
+        program means is one that text has replaced, or one in row `first` or below.  `width_of`
         returns the number of characters of a row.
         """
         candidates: list[tuple[int, object]] = [
@@ -135,10 +135,10 @@ class BarRows:
     ) -> tuple[Bar | None, int, int]:
         """Parse the text drawn in a row: a bar, and perhaps other text behind the bar.
 
-        Return the bar, its length, and the index at which the text behind the bar begins; both
-        numbers are 0 if there is only a bar.  The bar is None if there is no bar, or if there is
-        most likely no text behind it, so that the slow parse is not needed.  `before` is the length
-        of the previous drawing.  With `has_older`, characters of an older drawing follow the text.
+        Return the bar, its length, and the index at which the text behind the bar begins.  Both
+        numbers are 0 if there is only a bar.  The bar is None if the row has no bar, or most likely
+        no text behind its bar: the slow parse is not needed then.  `before` is the length of the
+        previous drawing.  With `has_older`, characters of an older drawing follow the text.
         """
         end, is_first = end_of_bar(plain), row not in self._first_drawn
         is_cut_longer = not end and len(plain) > before and is_cut(plain)

@@ -75,7 +75,7 @@ class RankBars(NamedTuple):
 
 
 class LeftBar(NamedTuple):
-    """A bar that some ranks have left at the same position.
+    """A bar that ranks have left at the same position: they draw another bar now, or none.
 
     `rate` and `other_text` are merged from the bars of all these ranks.
     """
@@ -122,8 +122,8 @@ class BarTable(NamedTuple):
 def current_bars_of(output: RankTranscript, *, with_full: bool = True) -> RankBars | None:
     """Return a rank's current bar and the bars around it; None if there is none.
 
-    Also return None if the cell has failed on the rank.  Without `with_full`, a bar that is full or
-    whose rank has finished counts only if the rank has printed nothing below the bar.
+    Also return None if the cell has failed on the rank.  Without `with_full`, a full bar, or the
+    bar of a rank that has finished, counts only if the rank has printed nothing below it.
     """
     if output.state in FAILED:
         return None
@@ -164,7 +164,7 @@ def _recent_bars(screen: Screen, first: int) -> list[tuple[int, Bar]]:
 def _edited_bar(screen: Screen) -> Bar | None:
     """Return the bar in the row of the cursor, if that row is the last row and was overwritten.
 
-    In a row that was overwritten also a text such as `63 %` is a bar.
+    In such a row, even a text such as `63 %` counts as a bar.
     """
     if not screen.is_edited or screen.cursor != screen.end - 1:
         return None
@@ -447,7 +447,7 @@ def _lines_above(shown: BarTable) -> list[str]:
 class _Widths(NamedTuple):
     """The width of each column behind the drawn bars, in characters; 0 for no column.
 
-    `bar` is not a width: it is 1 if bars are drawn, else 0.
+    `bar` is not a width, but 1 if bars are drawn and 0 if none are.
     """
 
     bar: int
@@ -484,7 +484,7 @@ def _widths(rows: Sequence[_Row], *, has_mark: bool) -> _Widths:
 def _row_html(row: _Row, widths: _Widths) -> list[tuple[str, str]]:
     """Return the cells of a row as pairs of a style and HTML.
 
-    On a narrow page, a long name is cut, and the other text wraps to a line below the bar.
+    On a narrow page, a long name is cut, and the row's `other_text` wraps to a line below the bar.
     """
     columns = [_drawn_bar(row)] if widths.bar else []
     columns += [

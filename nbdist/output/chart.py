@@ -35,7 +35,7 @@ columns, but each rank has at least `MIN_COLUMNS`.
 
 
 FAR, FAR_SHARE, FAR_COLUMNS = 6.0, 0.08, 3
-"""When a rank counts as far from the other ranks.
+"""The limits from which a rank counts as far from the other ranks.
 
 In `FAR_COLUMNS` columns in a row the distance must be more than `FAR` times the median distance of
 the ranks, more than `FAR_SHARE` of the range of the median, and more than 1 % of the median.
@@ -176,9 +176,9 @@ def _find_far_ranks(
 def _find_stretches(
     means: Mapping[int, Sequence[float | None]], medians: Sequence[float | None]
 ) -> Iterator[tuple[int, tuple[list[int], bool]]]:
-    """Yield each far rank, with the columns in which it was far from the others the last time.
+    """Yield each far rank, with the last run of columns in which it was far from the others.
 
-    Also yield whether the rank has come back after these columns, which follow one another.
+    Also yield True if the rank has come back after these columns, and False otherwise.
     """
     middle = [each for each in medians if each is not None]
     least = FAR_SHARE * (max(middle) - min(middle)) if middle else 0.0
@@ -236,9 +236,10 @@ def is_same(low: float | None, high: float | None) -> bool:
 def headline(name: str, curve: Curve, bands: Bands) -> str:
     """Return a curve's newest numbers: `loss median 0.12 · step 99 · 0.11 to 0.13 on 4 ranks`.
 
-    The numbers are of the last step that all ranks have, or, if that step is much older or a rank
-    has NaN, of the last step of any rank.  If several steps were merged to a point, the line says
-    that the number is a mean.  `bands` compare the newest run; the line only counts earlier runs.
+    The numbers are of the last step that all ranks have.  If that step is much older than the last
+    step of any rank, or if a rank has NaN, they are of the last step of any rank.  If several steps
+    were merged to a point, the line says that the number is a mean.  `bands` compare the newest
+    run; the line only counts earlier runs.
     """
     run, earlier = curve.last, len(curve.runs) - 1
     end_of_line = f" · {count(earlier, 'earlier run')}" if earlier else ""
@@ -297,7 +298,7 @@ def remarks(bands: Bands) -> list[str]:
 
 
 def odd_text(odd: Odd) -> str:
-    """Return a text: at which step a rank had its first NaN or infinity, and whether more came."""
+    """Return a text on a rank's NaN and infinite numbers: `NaN or infinity from step 12 on`."""
     step = step_text(odd.step)
     if odd.numbers == 1:
         return f"NaN or infinity at step {step} only"
@@ -373,8 +374,8 @@ _TILE = (
 def live_curves(curves: Curves, pool: str = "") -> tuple[str, str]:
     """Return the curves of a running cell as HTML and as text.
 
-    If the last drawing is recent, return it again, since drawing takes long.  `pool` is used as in
-    `curves_html`.
+    If the last drawing is recent, return it again, since drawing takes long.  `pool` is the pool
+    that a command in the HTML names, "" for the default pool.
     """
     begun = time.monotonic()
     due, version, html, text = curves.drawn
@@ -459,7 +460,7 @@ def frame_of(bands: Bands) -> ChartRange:
 
 
 class ChartRange(NamedTuple):
-    """The part of a plane that a picture shows: the axis of the steps, and that of the numbers."""
+    """The axes of a picture: `across_axis` for the steps, and `down_axis` for the numbers."""
 
     across_axis: Axis
     down_axis: Axis

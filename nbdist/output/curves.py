@@ -55,12 +55,12 @@ class Series:
         return self.columns[0][-1]
 
     def step_from(self, step: float) -> float:
-        """Return the step of the first point at or after `step`, or else of the last point."""
+        """Return the step of the first point at or after `step`, or of the last point if none."""
         steps = self.columns[0]
         return steps[min(bisect_left(steps, step), len(steps) - 1)]
 
     def finite_until(self, step: float) -> CurvePoint:
-        """Return the last point up to `step` that has finite numbers, else the next such point."""
+        """Return the last point with finite numbers up to `step`, or the first one after it."""
         finite = self.columns[1]
         end = bisect_right(self.columns[0], step)
         indexes = (at for at in chain(reversed(range(end)), range(end, len(self))) if finite[at])

@@ -36,7 +36,7 @@ class Text(NamedTuple):
 class Skipped:
     """The amount of output that the agent dropped because the notebook read too slowly.
 
-    Text that was dropped is still in the rank's log file; displays that were dropped are lost.
+    Dropped text is still in the rank's log file; dropped displays are lost.
     """
 
     characters: int
@@ -52,7 +52,8 @@ def plain_of(data: MimeBundle) -> str:
     """Return the text that stands for a display in a terminal, in most cases its text/plain.
 
     If text/plain is empty, or only names a class of IPython, return the display's source instead,
-    such as Markdown.  If there is no such source, return text/plain, or the mime types if empty.
+    such as Markdown.  If there is no such source, return text/plain, or the display's mime types if
+    text/plain is empty.
     """
     text = text_of(data.get("text/plain", ""))
     # The text of `display(Markdown(x))` only names the class, so the source is returned instead.
@@ -90,7 +91,7 @@ class Display(NamedTuple):
 
 
 def model_of(display: Display) -> str:
-    """Return the id of the widget's model if a display shows a widget, else ""."""
+    """Return the id of the model of the widget that a display shows; "" if it shows no widget."""
     view = display.data.get(WIDGET)
     return str(view.get("model_id", "")) if isinstance(view, Mapping) else ""
 
@@ -345,7 +346,7 @@ in 64 bits.
 """
 
 MIN_STEP_WIDTH = 1e-9
-"""The least width of a merged point in steps: a step divided by a smaller width may be infinite."""
+"""The least width of a merged point in steps; a step divided by less could be infinite."""
 
 MOVED_TYPE, RECORD_TYPE = "nbdist_moved", "nbdist_record"
 TRACKED_TYPE, WARNED_TYPE = "nbdist_tracked", "nbdist_warned"

@@ -48,7 +48,10 @@ _MAX_COMPARED = 100_000
 
 
 def normal(text: str) -> str:
-    """Return a text with placeholders for addresses, devices and pids: alike texts become equal."""
+    """Return a text with placeholders for addresses, devices and pids, which differ between ranks.
+
+    Texts that differ only in such parts become equal.
+    """
     if _MARK in text:
         text = text.replace(_MARK, 2 * _MARK)
     if not any(hint in text for hint in _HINTS):  # in most texts: `in` is faster than a search
@@ -214,7 +217,7 @@ NUMBER = (
 # --- parsing progress bars ---------------------------------------------------------------------
 
 BAR_SIGNS = ("%|", "it/s", "s/it", "━━━━━", "[=====")
-"""Nearly every bar has one of these signs, and few other texts do: a quick check before parsing."""
+"""Signs of which nearly every bar has one and few other texts do, for a check before parsing."""
 
 LONGEST_BAR = 2000
 """The most characters of a row that can be a progress bar."""
@@ -285,7 +288,7 @@ class Bar(NamedTuple):
 
     @property
     def time_left(self) -> float | None:
-        """The remaining seconds that the bar shows, else an estimate from its pace, else None."""
+        """The remaining seconds that the bar shows, or an estimate from its pace, or None."""
         if self.remaining is None and self.fraction and self.elapsed is not None:
             return self.elapsed * (1 - self.fraction) / self.fraction
         return self.remaining

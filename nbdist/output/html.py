@@ -365,7 +365,7 @@ def page_only_displays(
 ) -> list[tuple[tuple[int, ...], Display]]:
     """Return the displays that only the page can render, each with the ranks that show it.
 
-    Equal displays of several ranks are returned once, but twice if a rank shows one twice.  If
+    A display that several ranks show is returned once, or twice if any rank shows it twice.  If
     `ranks` is given, look only at displays of these ranks.
     """
     by_content: dict[object, tuple[list[int], Display]] = {}

@@ -44,7 +44,7 @@ _TEXT = (  # `word-break`: without it JupyterLab breaks lines of <pre> in the mi
     f"font-size:13px;line-height:1.4;word-break:normal;{LINES}"
 )
 _LONG, _THREE_ROWS = 600, 230
-"""The length above which a line is folded, and how much of it then is seen, in characters.
+"""The characters above which a line is folded, and how many of them are visible then.
 
 The visible part fills three rows of a narrow page.
 """
@@ -236,7 +236,7 @@ def shown_later(text: str, seconds: int) -> str:
 
 @lru_cache(maxsize=256)
 def _is_contained(html: str) -> bool:
-    """Return True for HTML without scripts in which every tag is closed that needs an end tag.
+    """Return True for HTML without scripts that closes each tag which needs an end tag.
 
     A tag that stays open would change how the page shows the parts of the panel after the display.
     """

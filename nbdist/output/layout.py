@@ -194,7 +194,7 @@ def final_layout(
     is_on_page: bool = True,
     pool: str = "",
 ) -> Panel:
-    """Lay out a cell that has finished, or, as seen at `now`, a cell that has not.
+    """Lay out a cell that has finished, or a cell that still runs, as it is at the time `now`.
 
     `logs` has the log file of each rank.  If the panel `is_on_page`, the page itself shows displays
     that a panel cannot embed, below the panel.  So blocks with only such displays are left out.
@@ -255,8 +255,8 @@ def _is_below(group: AlikeRanks) -> bool:
 def _is_loop(transcript: Transcript) -> bool:
     """Return True if the cell has progress bars and few ranks.
 
-    Such a cell is a loop that prints more and more lines.  Already its first line must be in a
-    block, not in a table of short values: otherwise the panel would change with the next lines.
+    Such a cell is a loop that prints more and more lines.  A table of short values would have to
+    change as soon as a rank has printed a second line, so even the first line is in a block.
     """
     return transcript.has_had_bars and len(transcript.ranks) <= MANY_RANKS
 
@@ -264,10 +264,10 @@ def _is_loop(transcript: Transcript) -> bool:
 def _value_rows(
     groups: Sequence[AlikeRanks], *, is_loop: bool, is_live: bool = False
 ) -> tuple[PanelRow, ...]:
-    """Return a table with a row for each group, if each group has only a short value to show.
+    """Return a row for each group if every group shows only a short value, and () otherwise.
 
-    Return no rows if any group shows more, if there are too many groups, or if the cell `is_loop`
-    and a group has printed a line.
+    Also return () if there are too many groups, or if the cell `is_loop` (see `_is_loop`) and a
+    group has printed a line.
     """
     if len(groups) > _MAX_VALUES or (is_loop and any(group.line_count for group in groups)):
         return ()
@@ -282,7 +282,7 @@ def _value_rows(
 def _short_value(group: AlikeRanks, *, is_live: bool) -> ScreenLine | None:
     """Return the only line of ranks that show nothing else; None if they show more or a long line.
 
-    Also return None unless the ranks have succeeded or, with `is_live`, are running.
+    The ranks must have succeeded or, with `is_live`, be running; for other ranks return None.
     """
     is_well = group.shown.state == "ok" or (is_live and group.shown.state == "running")
     if not is_well or len(group.shown.visible_pieces) != 1 or group.shown.rows > 1:
@@ -299,7 +299,7 @@ def _short_value(group: AlikeRanks, *, is_live: bool) -> ScreenLine | None:
 
 
 def max_block_lines(transcript: Transcript) -> int:
-    """Return the most lines of a block of a finished cell; blocks of many ranks have fewer."""
+    """Return how many lines a block of a finished cell may have; with many ranks they are fewer."""
     return _MAX_BLOCK_LINES if len(transcript.ranks) < _FEWER_LINES_FROM else _FEWER_LINES
 
 
@@ -338,11 +338,11 @@ def _final_blocks(
 
 
 def _failed_first_text(group: AlikeRanks, transcript: Transcript) -> str:
-    """Return `failed first` for the group with the first error, and "" for any other group.
+    """Return `failed first` for the group whose error was the first in the cell, or "".
 
-    Also return "" if no other rank has failed, so that the words would say nothing.  Also return ""
-    if closed connections or the agent ended the rank's cell, or if Stop came before the error: the
-    failure is then no cause of other failures.
+    The text is "" if no other rank has failed, since it would say nothing.  It is also "" if the
+    error is no cause of other failures: if closed connections or the agent ended the rank's cell,
+    or if Stop came before the error.
     """
     others = [each for each in transcript if each.state in FAILED and each.rank not in group.ranks]
     error = group.shown.error

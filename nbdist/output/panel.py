@@ -201,8 +201,8 @@ _TRACEBACKS = ((100, 1000), (24, 400), (5, 200), (1, 100))  # rows and their wid
 def limit_size(shown: Panel) -> Panel:
     """Return a panel limited in bytes: long lines are cut, and older output is left out.
 
-    Of more than `_MAX_BLOCKS` blocks the last are left out.  Each block may use an equal share of
-    the bytes that earlier blocks have left over.
+    Blocks beyond `_MAX_BLOCKS` are left out.  Each block may use an equal share of the bytes that
+    earlier blocks have left over.
     """
     budget = (MAX_LIVE_PANEL_BYTES if shown.is_live else MAX_PANEL_BYTES) - _OF_HEAD
     budget -= _OF_SQUARE * len(shown.squares)
@@ -297,9 +297,10 @@ def _newest_lines(
 
 
 def _clip_line(line: ScreenLine, max_bytes: int, *, is_live: bool) -> tuple[ScreenLine, int]:
-    """Return a line clipped to a width, and its bytes with the tags that it needs if it is alone.
+    """Return a line clipped to a width, and the bytes that it needs in HTML and in text.
 
-    If the line has more than `max_bytes` bytes, its colours are removed, and it is clipped more.
+    The bytes include the tags around a line that stands alone.  If the line has more than
+    `max_bytes` bytes, its colours are removed, and it is clipped more.
     """
     # A character has at least two bytes: one in HTML, and one in text.
     width = max(_NARROWEST, min(_WIDEST_LIVE if is_live else _WIDEST, max_bytes // 2))

@@ -125,14 +125,14 @@ class RankTranscript:
 
     @property
     def display_state(self) -> DisplayState:
-        """The rank's state as a panel names it: also "released" or "stopped"."""
+        """The rank's state as a panel names it, which can also be "released" or "stopped"."""
         if self.state == "failed" and isinstance(error := self.error, events.Failure):
             return display_state_of(error)
         return self.state
 
     @property
     def error_keys(self) -> tuple[str, ...]:
-        """Texts that tell whether the errors of two ranks are alike: alike errors share a text."""
+        """Texts by which the errors of two ranks are compared: alike errors share a text."""
         if self._error_keys[0] is not (error := self.error):
             self._error_keys = error, error_keys(self.rank, error)
         return self._error_keys[1]
@@ -148,7 +148,7 @@ class RankTranscript:
 
     @property
     def line_count(self) -> int:
-        """The number of lines since the last `clear_output`, kept or not."""
+        """The number of lines since the last `clear_output`, including lines that are not kept."""
         texts = [piece.line_count for piece in self.pieces if isinstance(piece, Screen)]
         return sum(texts) + sum(piece.lines for piece in self.pieces if isinstance(piece, Skipped))
 
@@ -351,7 +351,7 @@ class RankTranscript:
     def _count(self, display: events.Display) -> None:
         """Subtract the size of a new or updated display from the room for displays.
 
-        If no room is left, keep only the newest displays, of about half of the limit in all.
+        If no room is left, drop the oldest displays, so that about half of the room is free again.
         """
         self._room -= self._cost(display)
         if self._room >= 0:

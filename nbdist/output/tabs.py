@@ -55,8 +55,8 @@ def final_tabs(shown: Panel, transcript: Transcript, logs: Mapping[int, str], na
     """Return the panel of a finished cell with a tab for each rank that has output.
 
     The tabs are in rank order; if there are more than `MAX_TABS`, failed ranks are kept first.  The
-    tab of the rank that failed first is open, or else the first tab.  `name` must be unique among
-    the panels of a page.
+    tab of the rank that failed first is open, or the first tab if no rank has failed.  `name` must
+    be unique among the panels of a page.
     """
     if not shown.states:  # the panel has only its head line
         return shown

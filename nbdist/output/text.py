@@ -180,8 +180,8 @@ MERGE_SECONDS = 0.1
 # Equal lines of ranks are merged only if each rank has fewer than this many texts queued before its
 # line: a longer search would be slow.
 _LOOK_AHEAD = 50
-# Text is written to a screen in pieces of this length, since a screen drops old lines: each line
-# must be queued before.
+# A screen drops old lines, so text is written to it in pieces of this length, and the lines of each
+# piece are queued before the next piece is written.
 _SLICE_LENGTH = 64_000
 _KEEP = 64_000
 

@@ -97,7 +97,10 @@ class Transcript:
                 each.receive(Done("aborted", self.elapsed(now)), now)
 
     def warn(self, text: str) -> None:
-        """Add a warning to the head of the panel, once; after `MAX_WARNINGS` warnings add none."""
+        """Add a warning to the head of the panel, if it is new and the head has room for it.
+
+        The head has room for `MAX_WARNINGS` warnings.
+        """
         if text not in self.warnings and len(self.warnings) < MAX_WARNINGS:
             self.warnings.append(text)
 
@@ -381,15 +384,15 @@ _LONGEST_KNOWN, _LONGEST_WITH_SETS = 400, 2_000
 """The most characters of a line that `_split_numbers` caches, and of a text display with sets."""
 
 _MAX_DIFFERING_NUMBERS, _LAST_COMPARED = 4, 200
-"""The most numbers that may differ in a line of merged groups, and how many lines are checked."""
+"""The most numbers that may differ in a merged line, and how many of the last lines are checked."""
 
 
 def _merge_but_numbers(
     members: Sequence[list[RankTranscript]], max_lines: int
 ) -> list[list[RankTranscript]]:
-    """Merge groups whose lines differ only in numbers, if the merged lines can still be read.
+    """Merge groups whose lines differ only in numbers, unless too many differ (`_differs_much`).
 
-    A merged line shows a set such as `{0.68, 0.67}` instead of a number (`_differs_much`).
+    A merged line shows a set such as `{0.68, 0.67}` instead of a number.
     """
     if len(members) == 1:
         return [*members]
@@ -418,8 +421,8 @@ display there is b"", or, if the display is a figure or a long text, its digest 
 def _words(output: RankTranscript, max_lines: int, *, is_exact: bool = False) -> _Words | None:
     """Return how a rank has ended, and its lines and displays without numbers.
 
-    Return None for a rank with dropped lines, or with no output or too much.  With `is_exact` the
-    texts keep their numbers, but not times of day.
+    Return None for a rank with dropped lines, with no output, or with more than `max_lines` lines
+    and displays.  With `is_exact` the texts keep their numbers, but not times of day.
     """
     count = output.line_count + len(output.displays)
     if not 0 < count <= max_lines:
@@ -558,7 +561,7 @@ def _split_places(text: str) -> tuple[list[str], list[str]]:
 
 
 def fold_lines(lines: Sequence[ScreenLine]) -> ScreenLine:
-    """Return one line for the lines of alike ranks: merged by `fold`, or else joined by ` | `."""
+    """Return one line for the lines of alike ranks, merged by `fold` or else joined by ` | `."""
     first = lines[0]
     text = fold([line.text for line in lines])
     if text is None:
@@ -574,7 +577,7 @@ def fold_plain(texts: Sequence[str]) -> str:
 
 
 def fold_shown(shown: Sequence[RichDisplay]) -> RichDisplay:
-    """Return one display for those of alike ranks: the first, with the text/plain of all merged."""
+    """Return one display for alike ranks: the first, with the text/plain of all displays merged."""
     first = shown[0]
     if all(other.plain == first.plain for other in shown):
         return first
@@ -585,7 +588,7 @@ def fold_shown(shown: Sequence[RichDisplay]) -> RichDisplay:
 def fold_tail(pieces: Sequence[OutputPiece], count: int) -> list[ScreenLine]:
     """Return the last `count` lines that all screens of these alike ranks have, each line merged.
 
-    Lines at the end of a screen that a shorter screen lacks are left out first.
+    Lines at the end of a screen that are not on all screens are left out.
     """
     screens = [piece for piece in pieces if isinstance(piece, Screen)]
     common = min(screen.line_count for screen in screens)
@@ -601,8 +604,8 @@ def fold_tail(pieces: Sequence[OutputPiece], count: int) -> list[ScreenLine]:
 def fold_errors(errors: Sequence[RankError]) -> RankError | None:
     """Return one exception for those of several ranks, with sets instead of different numbers.
 
-    Return None if the exceptions differ in more.  If the process of a rank has died, return the
-    first error instead; without errors return None.
+    Return None if the exceptions differ in more than numbers, addresses and times.  If the process
+    of a rank has died, return the first error instead; without errors return None.
     """
     failures = [error for error in errors if isinstance(error, Failure)]
     if not failures or len(failures) < len(errors):
@@ -653,7 +656,7 @@ def _alike_keys(error: RankError | None, keys: Collection[str]) -> frozenset[str
 
 
 def _set(values: tuple[str, ...]) -> str:
-    """Return `7` if all values are equal, else a set such as `{7,9}`.
+    """Return `7` if all values are equal, and a set such as `{7,9}` otherwise.
 
     For times of day, and for many fractions, write only the lowest and highest: `{0.1 to 0.7}`.
     """
@@ -806,9 +809,10 @@ def _spreads(words: TextsByLine, numbers: dict[int, NumbersByLine]) -> Iterator[
 
 
 def _short(output: RankTranscript) -> tuple[TextsByLine, NumbersByLine] | None:
-    """Return the lines of a rank, split into words and numbers.
+    """Return the lines of a rank, split into words and numbers, or None.
 
-    Return None if the cell did not succeed, or if the rank has displays, or no, many or long lines.
+    None means that the cell did not succeed, that the rank has displays, no lines or more than
+    `SHORT_LINES` lines, or that a line is long.
     """
     if output.state != "ok" or output.displays or not 0 < output.line_count <= SHORT_LINES:
         return None

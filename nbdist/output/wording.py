@@ -140,7 +140,7 @@ _ARROW = re.compile(r"-+> ?\d*")
 _HEADER = re.compile(
     r"-{75}((?:\x1b\[[\d;]*m)*\n[^\n]*?) {9}(?=Traceback \(most recent call last\))"
 )
-"""The first two rows of a traceback of IPython: 75 dashes, and the error's name before spaces."""
+"""Matches the first rows of IPython's traceback: 75 dashes, and the error's name before spaces."""
 
 _MIN_FOLDED = 3
 _MAX_LIBRARIES = 3
@@ -199,8 +199,8 @@ def shorten_traceback(text: str, max_rows: int, width: int = 2000) -> list[Trace
     """Split a traceback into parts, with about `max_rows` visible rows of about `width` characters.
 
     If more rows would be visible, the others are dropped, and a row `… 26 lines …` says how many.
-    These rows are kept: the first row; of the first call, which is mostly in the cell, its first
-    row and the row with the arrow; and the last rows.
+    The first row and the last rows are kept, and two rows of the first call, which is mostly in the
+    cell: its first row and the row with the arrow.
     """
     # On a page of 700 pixels the 75 characters of IPython's rows would take two rows each.
     parts = split_traceback(_HEADER.sub(rf"{'-' * 66}\1", text))
