@@ -79,7 +79,8 @@ FindingStream = Iterator[Finding]
 def doctor(workers: str) -> int:
     """Check this machine for as many workers as `-n` would give, and print the findings.
 
-    Return 1 if a finding is a problem, else 0.
+    `workers` is the value of `-n`. Return the exit code: 1 if a finding is a problem, and 0
+    otherwise.
     """
     findings = sorted(_examine(workers), key=lambda each: LEVELS.index(each.level))
     findings.append(_conclusion(findings))

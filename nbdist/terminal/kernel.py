@@ -51,7 +51,10 @@ def connection_file(pid: int) -> Path:
 
 
 def interrupt(pid: int) -> None:
-    """Send a kernel SIGINT, as the Stop button does; UsageError if the process seems no kernel."""
+    """Send SIGINT to a kernel, as the Stop button does.
+
+    Raises UsageError if the process with the id `pid` does not seem to be a Jupyter kernel.
+    """
     connection_file(pid)  # raises UsageError for another program, which SIGINT could end
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGINT)

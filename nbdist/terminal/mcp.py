@@ -1,4 +1,4 @@
-"""The command `nbdist mcp`: an AI assistant asks about worlds, by the Model Context Protocol.
+"""The command `nbdist mcp`, which answers an AI assistant by the Model Context Protocol.
 
 The process answers on stdin and stdout. It sends questions on ranks to the worlds' sockets, which
 works while a cell runs, too. It sends questions that only a notebook can answer to the notebook's
@@ -107,7 +107,7 @@ def collect_secrets(world: RunningWorld) -> None:
 
 
 def find_world(world: str) -> RunningWorld:
-    """Return the world with this name, pool or process id; with "" the only world.
+    """Return the world with this name, pool or process id; for "", the only world.
 
     Also record that this thread's question is about that world. Raises UsageError if no world or
     several worlds fit.
@@ -122,7 +122,7 @@ def find_world(world: str) -> RunningWorld:
 
 
 def ask_world(world: RunningWorld, question: DescribeRanks | InspectRanks) -> QueryMessage:
-    """Return a world's answer to a question; UsageError if no valid answer comes in time."""
+    """Return a world's answer to a question; raise UsageError if no valid answer comes in time."""
     try:
         with closing(Asking(world.folder, question)) as asking:
             return asking.answer(QUERY_TIMEOUT)
@@ -139,7 +139,7 @@ def fetch_findings(world: RunningWorld, question: InspectRanks) -> Inspection:
 
 
 def ranks_in(world: RunningWorld, ranks: str) -> tuple[int, ...]:
-    """Return the ranks that `all` or `0-2,5` selects in a world; UsageError for other text."""
+    """Return the ranks that `all` or `0-2,5` selects in a world; other text raises UsageError."""
     return parse_ranks(ranks, world.info.workers)
 
 
@@ -285,7 +285,7 @@ def diff(names: str, world: str = "") -> str:
 
 
 def variables_in(names: str) -> list[str]:
-    """Return the names of variables in a text; UsageError if a word is no name.
+    """Return the names of variables in a text; raise UsageError if a word is no name.
 
     Expressions are refused, because evaluating them could run the user's code.
     """
@@ -408,8 +408,8 @@ MAX_ANSWER_LENGTH, MAX_ANSWER_LINE_LENGTH = 16_000, 400
 def bounded(text: str, *, keep_end: bool = False) -> str:
     """Return printable text with long lines cut, and without lines beyond `MAX_ANSWER_LENGTH`.
 
-    A line says how many lines are left out. With `keep_end` the last lines are kept, else the
-    first.
+    With `keep_end` the last lines are kept, and otherwise the first. A line says how many lines are
+    left out.
     """
     lines = [
         line
@@ -441,7 +441,7 @@ one of a few names such as `password`.  `max_tokens=4096` does not match."""
 KNOWN = re.compile(
     r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|xox[abp]-|AKIA|glpat-|eyJ[\w-]{10,}\.)[\w.-]{12,}"
 )
-"""Matches tokens of common services, by the letters with which their tokens begin."""
+"""Matches tokens of common services, such as Hugging Face and GitHub, by their first letters."""
 
 CUT = re.compile(r"…|\.\.\.|\s|$")
 """Matches what comes after a text that was cut: an ellipsis, a space or the end."""
@@ -536,7 +536,10 @@ def _mask(text: str, *, keep_end: bool = False) -> str:
 
 
 def serve(*, allow_run: bool) -> int:
-    """Answer an assistant until stdin ends, then return 0; UsageError if the SDK is missing."""
+    """Answer an assistant until stdin ends, then return 0.
+
+    Raises UsageError if the SDK is missing.
+    """
     try:
         from mcp.server.mcpserver import MCPServer
         from mcp.server.mcpserver.exceptions import ToolError

@@ -22,7 +22,7 @@ QUICKSTART_PACKAGES = {
     "matplotlib": "matplotlib",
     "tqdm": "tqdm",
 }
-"""Modules that the quickstart needs, and the packages that have them: the extra `notebooks`."""
+"""Modules that the quickstart needs, and their packages, which the extra `notebooks` installs."""
 
 
 def tutorial(lab_options: Sequence[str]) -> int:

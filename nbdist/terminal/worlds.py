@@ -90,7 +90,7 @@ def _end(agent: int, guard: int) -> bool:
 
 
 def _clock(seconds: float) -> str:
-    """Return a time as `14:05` if it is of today, else with its day."""
+    """Return a time of today as `14:05`, and another time with its day, as `02 Dec 14:05`."""
     at = time.localtime(seconds)
     is_today = at[:3] == time.localtime()[:3]
     return time.strftime("%H:%M" if is_today else "%d %b %H:%M", at)
@@ -218,9 +218,9 @@ PIPE_WIDTH = 10_000
 
 
 def show_status(every: float | None = None) -> int:
-    """Print the user's worlds with their ranks; return 1 if no world runs, else 0.
+    """Print the user's worlds with their ranks; return 1 if no world runs, and 0 otherwise.
 
-    With `every`, print them again every `every` seconds until Ctrl-C, and return 0.  In a terminal
+    With `every`, print them again every `every` seconds until Ctrl-C, and return 0. In a terminal
     new lines replace the last lines.
     """
     before: Before = {}
@@ -283,7 +283,10 @@ def status_text(info: WorldInfo, cpu: Mapping[int, float]) -> str:
 
 
 def _waits(places: Mapping[int, RankPosition], idle: Collection[int]) -> Iterator[str]:
-    """Yield a line on ranks that wait in collectives; if all ranks wait, also whether in vain."""
+    """Yield a line on ranks that wait in collectives.
+
+    If all ranks wait, also yield a line on whether they wait in vain.
+    """
     if any(place.operation for place in places.values()):
         text = hangs.waits_text(places)
         if idle:
@@ -318,7 +321,7 @@ def last_lines(logs: Sequence[LogTail], pattern: re.Pattern[str] | None, limit: 
 
 
 def success_text(task: TaskSummary) -> str:
-    """Return a line that says that this task did not fail; the last failure should follow it."""
+    """Return a line that says that this task did not fail, to be shown above the last failure."""
     return f"{_task_text(task)} did not fail; the last failure was before it:"
 
 
