@@ -110,7 +110,7 @@ class _LeftOut(Exception):
 def _without_ipython(
     tree: ast.Module, lines: Sequence[bytes], variables: Collection[str]
 ) -> tuple[Edits, list[str]]:
-    """Return edits that replace code which needs IPython, or which the script runs itself.
+    """Return edits that replace calls of IPython, and calls that the script makes itself.
 
     Also return a line for each statement that is left out.  `lines` are the lines of the code.
     """
@@ -399,8 +399,8 @@ def attributes_since(name: str, value: Any, text: str) -> tuple[list[str], list[
 def _is_as_typed(typed: ast.expr | None, now: Any) -> bool:
     """Return False if an attribute surely has another value than the body of its class binds.
 
-    `typed` is the expression in the body, or None if the body binds the attribute otherwise.  If
-    the expression is no plain value, only the sizes of containers can be compared.
+    `typed` is the expression in the body, or None if the body binds the attribute in another way,
+    as by `def`.  If the expression is no plain value, only the sizes of containers can be compared.
     """
     if typed is None:
         return not isinstance(now, types.FunctionType) or "." in now.__qualname__

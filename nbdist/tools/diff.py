@@ -120,9 +120,9 @@ class Comparison:
         """Choose the parts whose numbers are compared, and with which rank.
 
         The reference of a path is the first rank of the largest group with equal parts.  Return a
-        dict from each reference to a pair: the ranks to compare with it, and the paths.  A path is
-        left out if the largest group lacks the part, and so are parts whose type or shape differs
-        from the reference's, and parts beyond `MAX_COMPARED_BYTES` in all.
+        dict from each reference to a pair: the ranks to compare with it, and the paths.  Left out
+        are paths whose largest group lacks the part, parts of another type or shape than the
+        reference's, and parts beyond `MAX_COMPARED_BYTES` in all.
         """
         budget = MAX_COMPARED_BYTES
         by_reference: dict[int, tuple[list[int], list[str]]] = {}

@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 
 def diff(context: Context, expression: str) -> Looked:
-    """Return the leaves of the expression's value with their digests, or why there are none."""
+    """Return the leaves (parts that are not divided) of a value with their digests.
+
+    `expression` gives the value.  If it cannot be evaluated or divided, the result says why.
+    """
     try:
         parts = leaves(eval(expression, context.names))
         return Looked({path: part_of(leaf) for path, leaf in parts.items()})
@@ -257,7 +260,7 @@ def leaves(value: Any) -> dict[str, Any]:
 
 
 class Again:
-    """Replaces a container inside of itself, and a value that is nested too deep to be divided."""
+    """Stands for a container inside of itself, or for a value that is nested too deep."""
 
 
 def _walk(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:

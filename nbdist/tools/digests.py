@@ -1,8 +1,8 @@
 """Computes digests of a rank's watched modules and optimizers, and compares them between ranks.
 
 Runs in workers; `nbdist.tools.watch_op` calls it for `--watch`.  Numbers that `%dist_diff` calls
-equal have equal digests, such as -0.0 and 0.0, and all NaNs; for that, floating-point numbers are
-copied in pieces.
+equal have equal digests: -0.0 and 0.0, and all NaNs.  For that, digests are computed from copies,
+made piece by piece, in which such numbers have the same bits.
 
 There are also digests of facts that may differ before parameters do: random states, inputs, and the
 number of collectives.  `Exchange` compares the digests of all ranks while they train, through the
@@ -94,7 +94,7 @@ class WatchedValue(NamedTuple):
 
 
 def unsupported_type(value: Any) -> str:
-    """Return "" for a module or an optimizer, which can be watched, else the name of the type."""
+    """Return "" for a module or an optimizer, which can be watched, or the name of another type."""
     is_optimizer = callable(getattr(value, "step", None)) and hasattr(value, "param_groups")
     return "" if isinstance(value, torch.nn.Module) or is_optimizer else type(value).__qualname__
 
@@ -135,10 +135,10 @@ def share_parameters(targets: Iterable[WatchedValue], optimizer: Any) -> bool:
 
 
 def names_of(targets: Iterable[WatchedValue]) -> dict[str, str]:
-    """Return the names of the parameters to which states of watched optimizers belong.
+    """Return, for the states of watched optimizers, the names of the parameters they belong to.
 
-    The name is that of the parameter in a watched module.  The key is the beginning of the path of
-    the parameter's states, such as `optimizer state[3]`.
+    A key is the beginning of the path of a parameter's states, such as `optimizer state[3]`.  The
+    value is the name that the parameter has in a watched module.
     """
     targets = [*targets]
     modules = (each.value.named_parameters() for each in targets if each.is_module)
@@ -390,8 +390,8 @@ class Exchange:
                 why = f"{name_ranks(missing)} did not come to step {when} in {MEET_TIMEOUT:.0f} s"
                 raise RanksDiffer(why)
         text = self._difference(key, when)
-        # All ranks have come to this comparison, so no rank will read the digests of earlier ones:
-        # delete this rank's digests, else the store would grow.
+        # All ranks have come to this comparison, so no rank will read the digests of earlier ones.
+        # Delete this rank's old digests, since the store would grow.
         self._stored_keys.append(f"{key}/{self._rank}")
         if len(self._stored_keys) > 2:
             self._forget(self._stored_keys.popleft())
@@ -401,7 +401,7 @@ class Exchange:
         return ""
 
     def _difference(self, key: str, when: str) -> str:
-        """Return a text: which ranks differ at which step; "" if all digests are equal."""
+        """Return a text on which ranks differ at which step; "" if all digests are equal."""
         text = difference({rank: self._store.get(f"{key}/{rank}") for rank in self._ranks})
         return text and f"{text} at step {when}"
 

@@ -143,10 +143,10 @@ def _write(script: ExportedScript, path: Path, file: Path, names: Mapping[str, o
 
 
 def group_of(world: World) -> tuple[str, tuple[str, ...]]:
-    """Return the backend for the script, and a line for each of the world's settings it lacks.
+    """Return the backend for the script, and a line for each setting that the script lacks.
 
-    The backend is "" if the script shall choose gloo or nccl by the ranks' device, and "none" for
-    no process group.
+    The settings are those of the world.  The backend is "" if the script shall choose gloo or nccl
+    by the ranks' device, and "none" for no process group.
     """
     config, omitted = world.session.config, []
     if given := given_environ(config):
@@ -469,7 +469,10 @@ class Composer:
 
 
 def _without_submodules(version: object) -> object:
-    """Return a version to compare: that of a module also has the submodules that a cell uses."""
+    """Return a version without the submodules that the version of a module contains.
+
+    With submodules, the versions of a module would differ if cells used different submodules.
+    """
     match version:
         case ("module", str(name), frozenset()):
             return "module", name

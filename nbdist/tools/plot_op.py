@@ -37,7 +37,7 @@ def begin(context: Context, names: Sequence[str]) -> None:
 def end(context: Context) -> tuple[str, ...]:
     """Stop tracking, and return the names of the numbers in the logs.
 
-    All names that were tracked are returned, but at most `MAX_SEEN` names that were not.
+    All tracked names are returned.  Once there are `MAX_SEEN` names, other names are left out.
     """
     return _stop()
 
@@ -113,7 +113,7 @@ class Taps(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec for a module of `READERS`, by which its methods are wrapped once loaded.
+        """Return a spec with which importing a module of `READERS` also wraps the module's methods.
 
         Return None for any other module, so that Python asks the next finder.
         """
@@ -151,7 +151,7 @@ class Taps(MetaPathFinder):
         return log
 
     def _track_logged(self, step: float | None, logged: Mapping[str, Any]) -> None:
-        """Track the logged values that are numbers and that `--plot` names; record all names."""
+        """Track the logged numbers that `--plot` names, and record the names of all numbers."""
         for name, value in _numbers(logged.items()):
             if (also := ALSO.get(name)) in self._names and also not in logged:
                 name = str(also)

@@ -87,7 +87,7 @@ def _table(timeline: Timeline, shown: Iterable[TimelineRow]) -> CommandOutput:
 
 
 def _rows_to_show(timeline: Timeline) -> list[TimelineRow]:
-    """Return the rows to show, by rank.
+    """Return the rows to show, in the order of the ranks.
 
     If there are more than `MAX_ROWS` ranks, the ranks for which other ranks waited longest are
     shown; if waits are equal, the ranks that computed longest.
@@ -99,7 +99,7 @@ def _rows_to_show(timeline: Timeline) -> list[TimelineRow]:
 # --- a profile ---------------------------------------------------------------------------
 
 TRACE_HEAD = b'{"nbdist": 1, "displayTimeUnit": "ms", "traceEvents": [\n'
-"""The beginning of every trace of nbdist; a file that begins otherwise is not overwritten."""
+"""The beginning of every trace of nbdist; a file with another beginning is not overwritten."""
 
 SUFFIXES = (".json", ".json.gz")
 

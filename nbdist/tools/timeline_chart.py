@@ -149,9 +149,9 @@ BAR, STRIP_TOP, STRIP = 80, 84, 16
 COMMUNICATING, WAITING, UNRECORDED = GREY, AMBER, "rgba(134,142,150,0.25)"
 
 LEAST_CAUSED, CAUSED_SHADES = 0.05, 4
-"""The least share of a slice in which others wait for the rank, so that the strip below is red.
+"""The strip is red in a slice in which others wait for the rank in at least this share.
 
-The strip has `CAUSED_SHADES` shades of red.
+The red has `CAUSED_SHADES` shades.
 """
 
 _ROW_NAME = "padding:0 8px 0 0;border:none;text-align:left;white-space:nowrap;vertical-align:top"
@@ -228,7 +228,7 @@ def row_picture(slices: Sequence[TimeSlice | None]) -> str:
 
 
 def _runs(slices: Iterable[TimeSlice | None]) -> Iterator[tuple[int, list[TimeSlice]]]:
-    """Divide slices into runs that are all recorded or all not; yield first number and run."""
+    """Yield runs of slices, all recorded or all not, each with the number of its first slice."""
     numbered = ((number, part) for number, part in enumerate(slices) if part is not None)
     # `number - at` changes after a gap, in which the rank did not run: the gap begins a new run.
     keyed = ((number - at, number, part) for at, (number, part) in enumerate(numbered))

@@ -24,7 +24,7 @@ from nbdist.words import size_text
 TimeSpan = tuple[float, float]
 
 LATE = 0.001
-"""The last rank to begin a collective is late if the first began at least these seconds earlier."""
+"""The last rank to begin a collective is late if it begins this many seconds after the first."""
 
 LEAST, LEAST_SHARE = 0.01, 0.02
 """Texts name a rank as the straggler if other ranks waited for it at least this long.
@@ -84,7 +84,7 @@ class Timeline:
 
 
 def least_awaited(whole: float) -> float:
-    """Return the seconds that others must wait for a rank, at least, so that texts name the rank.
+    """Return for how many seconds others must have waited for a rank before texts name it.
 
     `whole` is the time of the whole cell in seconds.
     """
@@ -178,7 +178,7 @@ def _waits(
     meetings: Mapping[tuple[str, int], Mapping[int, int]],
     spans: Mapping[int, list[tuple[int, int]]],
 ) -> tuple[dict[int, list[RankWait]], dict[int, int]]:
-    """Return by rank its waits for other ranks, in nanoseconds, and how often it came late.
+    """Return by rank its waits for others, in nanoseconds, and how many collectives it began late.
 
     `meetings` has for each collective when each rank began it, `spans` when ranks were waiting.
     """

@@ -163,21 +163,21 @@ class Divergence:
 
     @property
     def step(self) -> int:
-        """The step after which ranks differ, else the last step that all ranks have made."""
+        """The step after which ranks differ; if they do not, the last step that all have made."""
         steps = [each.found for each in self.noted.values() if each.found]
         return min(steps) if steps else min(each.steps for each in self.noted.values())
 
     @property
     def is_of_the_end(self) -> bool:
-        """Whether the ranks found no difference while the cell ran, so that its end is compared."""
+        """Whether the ranks found no difference while the cell ran; then its end is compared."""
         return not any(each.found for each in self.noted.values())
 
     @property
     def differs(self) -> bool:
         """Whether ranks differ, in a comparison while the cell ran, or at its end.
 
-        At the end they are compared only if all ranks have made the same number of steps, not 0:
-        parts after different numbers of steps are different anyway.
+        At the end, ranks are compared only if all have made the same number of steps, and at least
+        one.  After different numbers of steps their parts are different anyway.
         """
         if not self.noted or not self.is_of_the_end:
             return bool(self.noted)

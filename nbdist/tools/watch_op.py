@@ -166,9 +166,9 @@ class RankWatch:
         self._within[:] = [*takewhile(lambda each: each is not optimizer, self._within), optimizer]
 
     def _end_step(self, optimizer: Any, *_: object) -> None:
-        """Count the step if the optimizer is the one whose steps are counted.
+        """Count a step of the optimizer whose steps are counted; ignore steps of other optimizers.
 
-        That is the first optimizer with a watched parameter that has made a step.  A step inside of
+        That optimizer is the first with a watched parameter that makes a step.  A step inside of
         another optimizer's step does not count, as in ZeroRedundancyOptimizer.
         """
         self._within[:] = takewhile(lambda each: each is not optimizer, self._within)
@@ -250,8 +250,8 @@ class RankWatch:
     def compare_due_buffers(self) -> None:
         """Compare the buffers if a step was compared since the last call.
 
-        The hook of a forward calls this method when DDP, if the module is in a DDP module, has
-        copied the buffers of rank 0 to all ranks.
+        Called by the hook of a forward.  If the module is inside of a DDP module, DDP has copied
+        the buffers of rank 0 to all ranks by then.
         """
         if self._buffers_are_due and not self._is_over:
             self._buffers_are_due = False
@@ -290,7 +290,7 @@ class RankWatch:
                 self._seen.hook(self._targets[expression], self._names, self.compare_due_buffers)
 
     def _prepare(self) -> None:
-        """Record which modules run in the next step if it will be compared, else record none."""
+        """Start to record which modules run if the next step will be compared, or stop it."""
         is_next = self.step == 0 or (self.step + 1) % self._every == 0
         self._seen.note_modules(on=is_next and not self._is_over)
 
