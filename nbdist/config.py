@@ -257,7 +257,7 @@ class Option(NamedTuple):
 
 
 def _quoted(text: str) -> str:
-    """Return the text, in quotes if it has a space: a magic would split it at the space."""
+    """Return the text, in quotes if it has a space, at which a magic would split it."""
     return f'"{text}"' if " " in text else text
 
 
@@ -516,10 +516,10 @@ class WorldConfig:
         return replace(self, **new)
 
     def _contradicted_options(self, changes: Mapping[str, object]) -> dict[str, None]:
-        """Return the options that `changes` reset, each with None as its new value.
+        """Return the present options that do not fit to `changes`, each with None as its new value.
 
-        If `changes` lead to another launcher, these are `launcher` itself and the options that the
-        new launcher does not allow; otherwise there are none.
+        If `changes` lead to another launcher, these are `launcher` and the options that the new
+        launcher does not allow.  Otherwise there are none.
         """
         named = {name for name, each in OPTIONS.items() if each.launchers and changes.get(name)}
         is_taken = all(OPTIONS[name].is_for(self.launcher_name) for name in named)
@@ -563,7 +563,7 @@ def renamed_options(options: Mapping[str, T]) -> dict[str, T]:
 
 
 def launcher_for(options: Mapping[str, object], environ: Mapping[str, str]) -> str:
-    """Return a launcher: ssh with `--hosts`, slurm with `--salloc` or in a Slurm job, else local.
+    """Return the launcher: ssh with `--hosts`, slurm with `--salloc` or in a Slurm job, else local.
 
     A job of Slurm does not count if this machine is the job's only node.
     """

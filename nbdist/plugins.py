@@ -1,7 +1,7 @@
 """The entry points by which packages extend nbdist, and the versions that nbdist requires.
 
-The notebook's process, workers and heads call the functions, which find entry points but import
-none of their modules.  The groups of entry points are:
+All processes may call the functions, which find entry points but import none of their modules.
+The groups of entry points are:
 
 nbdist.commands      a magic, made with `nbdist.notebook.command.command`, under its name
 nbdist.cell_options  an option of `%%distributed`: a `nbdist.notebook.command.CellOption`

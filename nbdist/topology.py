@@ -202,7 +202,7 @@ def read_hosts(hosts: str | Iterable[str]) -> str:
 
 
 def _parse_host(item: str) -> Host:
-    """Return the host in a text such as `user@b:2`; ValueError gives the reason as a phrase."""
+    """Return the host in a text such as `user@b:2`; a ValueError has the reason as a phrase."""
     if not item:
         raise ValueError("there is nothing next to a comma")
     match = _HOST.fullmatch(item)
@@ -234,7 +234,7 @@ def _address(name: str, ipv6: str | None) -> str:
 
 
 def default_backend(gpus: int) -> str:
-    """Return the default backend: nccl beside gloo if there are GPUs, else gloo alone."""
+    """Return the default backend: nccl beside gloo if there are GPUs, and gloo alone otherwise."""
     return GPU_BACKEND if gpus else "gloo"
 
 
@@ -294,7 +294,7 @@ def is_slice(gpu: str) -> bool:
 
 
 def installed_gpus() -> int:
-    """Return the number of the machine's GPUs, by files of the driver or else by nvidia-smi.
+    """Return the number of the machine's GPUs, from files of the driver or from nvidia-smi.
 
     If the installed torch is a build for ROCm, AMD's GPUs are counted.
     """

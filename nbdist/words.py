@@ -40,7 +40,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
 LACKED_MEMORY = "most likely killed by the kernel for lack of memory"
 """The beginning of a log line about a process that Linux has most likely killed (OOM killer).
 
-`AgentLost` shows the last line of an agent's log if the line begins with this text.
+If an agent was killed, `AgentLost` shows the last line of its log only if it begins with this text.
 """
 
 
