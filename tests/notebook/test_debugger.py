@@ -208,12 +208,16 @@ def test_breakpoint_uses_the_debugger_while_it_is_on(debug: DebugClient) -> None
 
 
 def test_an_exception_stops_only_the_rank_that_raises(debug: DebugClient) -> None:
-    """Neither the ranks that are released nor the notebook stop at what follows from the error."""
+    """Neither the ranks that are released nor the notebook stop at what follows from the error.
+
+    The rank also stops in the next cell, although an abort of collectives turns these stops off.
+    """
     debug.request("setExceptionBreakpoints", filters=["userUnhandled"])
-    debug.begin("%%distributed\nif rank == 1:\n    1 / 0\ndist.barrier()")
-    thread, frame = debug.stopped()
-    assert frame["name"].startswith("rank 1 · <module>")
-    assert "ZeroDivisionError" in go_on(debug, thread)
+    for _ in range(2):
+        debug.begin("%%distributed\nif rank == 1:\n    1 / 0\ndist.barrier()")
+        thread, frame = debug.stopped()
+        assert frame["name"].startswith("rank 1 · <module>")
+        assert "ZeroDivisionError" in go_on(debug, thread)
 
 
 def test_the_notebook_s_own_breakpoints_work_as_before(debug: DebugClient) -> None:
@@ -337,6 +341,31 @@ def test_a_breakpoint_that_is_set_while_a_rank_attaches_reaches_it(moment: str) 
     received = asyncio.run(attach())
     points = [points for command, points in received if command == "setBreakpoints"]
     assert points == [before, after]
+
+
+def test_a_thread_that_goes_on_leaves_another_thread_on_the_page() -> None:
+    """Of two stopped threads of a rank the page shows one, until that thread goes on."""
+
+    async def shown_events() -> list[list[str]]:
+        async def do_nothing(command: str) -> None:
+            pass
+
+        link: Any = SlowLink(do_nothing)
+        events = list[str]()
+        publish = lambda event: events.append(event["event"])  # noqa: E731
+        ranks = DebuggedRanks(lambda: [(link, "rank", {0: 100})], publish, just_my_code=False)
+        assert await ranks.attach(link, [0]) == {}
+        (number,) = ranks.by_number
+        after = list[list[str]]()
+        for event, thread in [("stopped", 1), ("stopped", 2), ("continued", 2), ("continued", 1)]:
+            content = {"type": "event", "event": event, "body": {"threadId": thread}}
+            link.on_debugger(FromDebugger(0, number, json.dumps(content)))
+            await asyncio.sleep(0)
+            after.append([*events])
+        return after
+
+    seen = asyncio.run(shown_events())
+    assert seen == [["stopped"], ["stopped"], ["stopped"], ["stopped", "continued"]]
 
 
 @pytest.mark.parametrize(

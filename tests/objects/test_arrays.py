@@ -200,6 +200,11 @@ CASES: dict[str, list[Step]] = {
         here("(w * 3).sum().backward()"),
         gives("kept.grad.tolist(), kept is w, w.tolist()", ([3, 3], True, [1, 1])),
     ],
+    "a gradient that a result keeps": [
+        here("w = torch.ones(2, requires_grad=True); y = w * 3; y.retain_grad()"),
+        here("(y * 5).sum().backward(); g = y.grad"),
+        gives("y.grad.tolist(), g is y.grad, y.tolist()", ([5, 5], True, [3, 3])),
+    ],
     "a subclass of tensor": [
         here(
             "class Named(torch.Tensor):\n    pass\n"

@@ -26,7 +26,7 @@ from nbdist.world.moving_line import REDRAW_SECONDS, MovingLine
 from nbdist.world.remote_call import find_script, title_of
 from nbdist.world.world import World
 from tests.cells import Write, said
-from tests.waiting import wait_until
+from tests.waiting import once, wait_until
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world(2)
@@ -443,6 +443,27 @@ def test_trainer_with_snapshots_resumes_by_itself(world: World, write: Write) ->
     counts = "os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['TORCHELASTIC_MAX_RESTARTS']"
     world.execute("import os")
     assert world.gather(counts) == [("0", "0")] * N
+
+
+def test_a_script_runs_again_once_another_task_has_ended(
+    world: World, write: Write, tmp_path: Path
+) -> None:
+    """After a death the script waits for a task of another rank: all ranks must heal together."""
+    end = tmp_path / "may-end"
+    waits = f"import os, time\nwhile not os.path.exists({str(end)!r}): time.sleep(0.01)"
+    other = world.submit(world.task(waits, ranks=[0]))
+    count = "os.environ['TORCHELASTIC_RESTART_COUNT']"
+    write("dies.py", f"import os\nif {count} == '0': os._exit(3)\nprint('attempt', {count})")
+
+    def has_died() -> bool:
+        running = world.session.running
+        return running is not None and 1 in running.deaths
+
+    with once(has_died, end.touch):
+        assert world.run_script("dies.py", ranks=[1], max_restarts=1).stdout == {1: "attempt 1\n"}
+    for _ in world.follow(other):
+        pass
+    assert other.error() is None
 
 
 def test_a_failed_script_runs_again_within_its_limit(world: World, write: Write) -> None:
