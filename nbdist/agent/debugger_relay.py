@@ -8,6 +8,7 @@ whether a rank stands at a breakpoint: such a rank neither hangs nor uses up its
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 from collections.abc import Callable, Coroutine, Sequence
@@ -41,10 +42,11 @@ class DebuggerRelay:
     """The connection to the debugger of one worker, for one session of the notebook."""
 
     def __init__(
-        self, worker: Debuggee, session: int, send: Callable[[FromDebugger], None]
+        self, worker: Debuggee, session: int, path: str, send: Callable[[FromDebugger], None]
     ) -> None:
         self._worker = worker
         self.session = session
+        self._path = path  # of the socket on which the worker is to listen
         self._send = send
         self._stopped_threads: set[int] = set()
         self._waiting: list[str] = []  # requests that came before the connection
@@ -73,14 +75,13 @@ class DebuggerRelay:
             self._send(FromDebugger(self._worker.rank, self.session, problem=problem))
 
     async def _connect_and_read(self) -> str:
-        path = f"{self._worker.start_info.task_socket}-debugger"
-        answer = await self._worker.ask(StartDebugger(path), START_TIMEOUT)
+        answer = await self._worker.ask(StartDebugger(self._path), START_TIMEOUT)
         if isinstance(answer, Failed):
             return answer.error
         if answer is None:
             return "it did not answer"
         try:
-            reader, writer = await asyncio.open_unix_connection(path, limit=MAX_MESSAGE_BYTES)
+            reader, writer = await asyncio.open_unix_connection(self._path, limit=MAX_MESSAGE_BYTES)
         except OSError as error:
             return f"its debugger cannot be reached: {error}"
         self._writer = writer
@@ -146,6 +147,7 @@ class DebuggerRelays:
         spawn: Callable[[Coroutine[Any, Any, object]], None],
     ) -> None:
         self._alive, self._send, self._spawn = alive, send, spawn
+        self._socket_count = itertools.count(1)
 
     def receive(self, message: OpenDebugger | ToDebugger | CloseDebuggers) -> None:
         """Open or close a debugger, or send it a request; a dead rank has no debugger."""
@@ -154,7 +156,9 @@ class DebuggerRelays:
                 workers = self._alive([rank])
                 for worker in workers:
                     self._close(worker)
-                    worker.debugger = DebuggerRelay(worker, session, self._send)
+                    # Each relay has its own socket: the relay before may not have connected yet.
+                    path = worker.start_info.debugger_socket(next(self._socket_count))
+                    worker.debugger = DebuggerRelay(worker, session, path, self._send)
                     self._spawn(worker.debugger.run())
                 if not workers:
                     self._send(FromDebugger(rank, session, problem="it has no process"))

@@ -241,6 +241,13 @@ class WorkerStart:
         """The unix socket on which the worker waits for tasks from its agent."""
         return self.connection_file.removesuffix(".json") + ".tasks"
 
+    def debugger_socket(self, number: int) -> str:
+        """Return the unix socket on which the worker waits for an agent that opens its debugger.
+
+        `number` is unique in the agent.  Up to 9999 the path is no longer than `task_socket`.
+        """
+        return self.connection_file.removesuffix(".json") + f".d{number}"
+
 
 def cancel_file(path: str | Path, generation: int) -> Path:
     """Return the path of the file by which an agent stops the forming of a generation of the group.
