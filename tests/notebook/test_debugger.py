@@ -6,7 +6,10 @@ import asyncio
 import json
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from nbdist.notebook.debugger import GONE, _choice
 from nbdist.wire.messages import FromDebugger, ToDebugger
 from tests.notebook.debug_client import STEP, DebugClient
 from tests.notebook.front_end import Notebook, lasting
+from tests.waiting import SOON
 
 pytest.importorskip("debugpy")
 
@@ -240,7 +244,8 @@ def test_nothing_is_left_of_a_debugger_that_is_off(kernel: Notebook, adapter: No
     """Off again, workers are not traced, have no thread of the debugger, and no socket listens."""
     look = """%%distributed
 import sys, threading
-left = [each.name for each in threading.enumerate() if "debug" in each.name or "pydev" in each.name]
+names = [each.name for each in threading._active.values()]  # pydevd hides its threads elsewhere
+left = [name for name in names if "debug" in name or "pydev" in name]
 files = len(os.listdir("/proc/self/fd"))
 print("traced", sys.gettrace(), threading.gettrace(), left)"""
     cell = "%%distributed\ny = 1"
@@ -257,6 +262,61 @@ print("traced", sys.gettrace(), threading.gettrace(), left)"""
         assert debug.run("%%distributed -o counts\nfiles").errors == []
         counts.append(kernel.value("[*counts]"))
     assert counts[-1] == counts[0]
+
+
+def test_threads_and_memory_of_a_rank_are_as_before_the_debugger(
+    kernel: Notebook, adapter: None
+) -> None:
+    """Off again, no thread of a worker is traced, and the objects of the session are freed."""
+    begin = """%%distributed
+import gc, queue, sys, threading
+asked, answers = queue.Queue(), queue.Queue()
+def work():
+    while asked.get():
+        answers.put(sys.gettrace())
+threading.Thread(target=work, daemon=True).start()"""
+    look = """%%distributed
+asked.put(True)
+is_traced = answers.get(timeout=30) is not None
+gc.collect()
+sessions = sum(type(each).__name__ == "PyDB" for each in gc.get_objects())
+print("thread traced", is_traced)"""
+    counts = list[list[int]]()
+    assert kernel.run(begin).errors == []
+    for _ in range(4):
+        debug = DebugClient(kernel)
+        debug.start()
+        # A worker with sys.monitoring, from Python 3.12 on, has no trace functions.
+        is_traced = sys.version_info < (3, 12)
+        assert f"thread traced {is_traced}" in debug.run(look).seen
+        debug.stop()
+        assert "thread traced False" in debug.run(look).seen
+        assert debug.run("%%distributed -o counts\nsessions").errors == []
+        counts.append(kernel.value("[*counts]"))
+    assert kernel.run("%%distributed\nasked.put(False)").errors == []
+    # The traceback of an earlier test's exception may keep one session.
+    assert max(counts[-1]) - max(counts[0]) <= 1
+
+
+def test_a_running_cell_is_not_traced_once_the_debugger_is_off(
+    debug: DebugClient, tmp_path: Path
+) -> None:
+    """A long cell is slow only while the debugger is on."""
+    go_on = tmp_path / "go-on"
+    cell = f"""%%distributed
+import sys
+print("began", sys.gettrace() is not None)
+while not os.path.exists({str(go_on)!r}):
+    time.sleep(0.05)
+print("ended", sys.gettrace() is not None)"""
+    debug.begin(cell)
+    while "began" not in debug.outcome.seen:
+        debug._receive(time.monotonic() + SOON, "the cell has not begun")
+    assert f"began {sys.version_info < (3, 12)}" in debug.outcome.seen
+    debug.stop()
+    go_on.touch()
+    assert "ended False" in debug.finish().seen
+    debug.start()  # as the fixture expects
 
 
 def test_unloading_gives_the_debugger_back(fresh: Callable[..., Notebook]) -> None:

@@ -6,11 +6,12 @@ Adapter Protocol on a connected socket instead.  debugpy is imported with the fi
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -76,13 +77,19 @@ class DebugSession:
     """
 
     def __init__(self) -> None:
-        """Trace all threads of this process; `connect` serves the client after that."""
+        """Trace all threads of this process; `connect` serves the client after that.
+
+        The calling thread is not traced: it belongs to the debugger, as pydevd's own threads do.
+        """
+        thread: Any = threading.current_thread()
+        thread.pydev_do_not_trace = thread.is_pydev_daemon_thread = True
         pydevd = self._pydevd = _import_pydevd()
         constants = import_module("_pydevd_bundle.pydevd_constants")
         defaults = import_module("_pydevd_bundle.pydevd_defaults")
         comm = import_module("_pydevd_bundle.pydevd_comm")
         defaults.PydevdCustomization.DEFAULT_PROTOCOL = constants.HTTP_JSON_PROTOCOL
-        if constants.PYDEVD_USE_SYS_MONITORING:  # Python 3.12 and later
+        self._uses_monitoring: bool = constants.PYDEVD_USE_SYS_MONITORING  # Python 3.12 and later
+        if self._uses_monitoring:
             monitoring = import_module("_pydevd_sys_monitoring.pydevd_sys_monitoring")
             self._pause_tracing = monitoring.stop_monitoring
         else:
@@ -119,14 +126,33 @@ class DebugSession:
         self._debugger.reader.join()
 
     def end(self) -> None:
-        """Remove all breakpoints, let all threads go on, and end pydevd's threads."""
+        """Remove all breakpoints, stop tracing all threads, and end pydevd's threads.
+
+        A thread that stands at a breakpoint goes on.
+        """
         _sessions.clear()
         import_module("_pydevd_bundle.pydevd_api").PyDevdAPI().request_disconnect(
             self._debugger, resume_threads=True
         )
         self._pydevd.stoptrace()
+        atexit.unregister(self._pydevd.stoptrace)  # each session has registered it once more
         for each in self._debugger.created_pydb_daemon_threads.copy():
             each.join(DISPOSE_TIMEOUT)
+        if not self._uses_monitoring:
+            self._stop_tracing_threads()
+        _forget_tracers()
+
+    def _stop_tracing_threads(self) -> None:
+        """Have each thread of this process remove its trace function when it next calls a function.
+
+        pydevd stops only the calling thread, so that code of the other threads would stay slow.
+        """
+        # A frame that still has this function would trace its thread again with its next line.
+        for frame in (each for top in sys._current_frames().values() for each in _frames(top)):
+            if frame.f_trace is self._debugger.trace_dispatch or _is_of_pydevd(frame.f_trace):
+                frame.f_trace = None
+        tracing = import_module("pydevd_tracing")
+        tracing.set_trace_to_threads(_stop_tracing_here, create_dummy_thread=False)
 
     def begin_task(self) -> None:
         """Trace the calling thread again: Python stops tracing if Stop ends a breakpoint."""
@@ -182,6 +208,35 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame, and the frames that have called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_of_pydevd(trace: object) -> bool:
+    return type(trace).__module__.startswith("_pydevd")
+
+
+def _stop_tracing_here(frame: FrameType, event: str, arg: object) -> None:
+    """Remove the trace function of the calling thread; is itself a trace function."""
+    import_module("pydevd_tracing").SetTrace(None)
+
+
+def _forget_tracers() -> None:
+    """Drop the trace functions that pydevd keeps for each thread, with the session's `PyDB`.
+
+    pydevd would keep them until the thread ends: the process would grow with each session.
+    """
+    kept = import_module("_pydevd_bundle.pydevd_additional_thread_info").PyDBAdditionalThreadInfo
+    for thread in threading.enumerate():
+        if isinstance(info := getattr(thread, "additional_info", None), kept):
+            # `SafeCallWrapper` of pydevd keeps a function that is running.
+            info.top_level_thread_tracer_no_back_frames = []
+            info.top_level_thread_tracer_unhandled = info.thread_tracer = None
+
+
 def is_frame_of_debugger(frame: FrameType) -> bool:
     """Return True for a call of pydevd, such as the wait at a breakpoint."""
     file, function = frame.f_code.co_filename, frame.f_code.co_name
@@ -192,6 +247,5 @@ def is_frame_of_debugger(frame: FrameType) -> bool:
 
 def stop_tracing() -> None:
     """Remove the trace function that an ended session has left in the calling thread."""
-    trace = sys.gettrace()
-    if trace is not None and type(trace).__module__.startswith("_pydevd"):
+    if _is_of_pydevd(sys.gettrace()):
         sys.settrace(None)
