@@ -28,6 +28,10 @@ CLIENT: Message = {
 """The arguments of `initialize`, as JupyterLab sends them."""
 
 
+FILE_NOT_FOUND = "Breakpoint in file that does not exist."
+"""What debugpy says of a breakpoint in a file that the machine of the debugged process lacks."""
+
+
 def is_library(frame: Message) -> bool:
     """Return True for a frame in a function of an installed package or of the standard library."""
     path = str((frame.get("source") or {}).get("path", ""))
@@ -39,6 +43,14 @@ def is_outer(frame: Message) -> bool:
     """Return True for the frame in which a worker's process began."""
     path = str((frame.get("source") or {}).get("path", ""))
     return path.endswith(BEGINNINGS)
+
+
+def refusal(response: Message) -> str:
+    """Return why a rank cannot stop at a breakpoint of a `setBreakpoints` request, or ""."""
+    points = (response.get("body") or {}).get("breakpoints", ())
+    texts = [str(each.get("message", "")) for each in points if not each.get("verified")]
+    text = next(filter(None, texts), "")
+    return "the file is missing there" if text == FILE_NOT_FOUND else text
 
 
 def copying(inner: Message) -> Message:

@@ -63,8 +63,11 @@ class DebuggedRanks:
     def __repr__(self) -> str:
         return f"<DebuggedRanks {[*self.by_number.values()]}>"
 
-    async def attach(self, link: Link, ranks: Collection[int]) -> dict[int, str]:
-        """Attach to ranks of a world that are not attached; return problems by rank."""
+    async def attach(self, link: Link, ranks: Collection[int]) -> list[tuple[int, str]]:
+        """Attach to ranks of a world that are not attached.
+
+        Returns pairs of a rank and a text on breakpoints at which the rank cannot stop.
+        """
         self.shown.last_rank = None
         attaching = self.start_attaching(link, ranks)
         if tasks := [each.attaching for each in attaching if each.attaching is not None]:
@@ -74,11 +77,15 @@ class DebuggedRanks:
         if self.exceptions is not None and self.exceptions.get("filters"):
             # A rank forgets them if its collectives are aborted (`RankDebugger.record_abort`).
             await self._request_all("setExceptionBreakpoints", self.exceptions)
-        return {
-            each.rank: str(each.ended) or "the debugger has ended"
+        problems = [
+            (each.rank, f"cannot stop at breakpoints: {each.ended or 'the debugger has ended'}")
             for each in attaching
             if each.ended is not None and each.number in self.by_number
-        }
+        ]
+        for each in self.by_number.values():
+            if each.link is link and each.rank in ranks:
+                problems += [(each.rank, text) for text in each.pop_refused()]
+        return problems
 
     def start_attaching_all(self) -> None:
         """Start to attach to the ranks of all running worlds."""

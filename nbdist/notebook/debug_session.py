@@ -11,7 +11,7 @@ import json
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from nbdist.notebook.debug_protocol import Message, is_outer
+from nbdist.notebook.debug_protocol import Message, is_outer, refusal
 from nbdist.wire.messages import ToDebugger
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class RankSession:
         self.stopped: dict[int, Message] = {}  # the bodies of `stopped` events, by thread
         self.ended: SessionEnded | None = None
         self.has_ended = asyncio.Event()
+        self._refused: dict[str, str] = {}  # why the rank cannot stop in a file, by its path
         self.attaching: asyncio.Task[None] | None = None  # while the rank gets the breakpoints
         self._unsent: deque[tuple[str, Message]] = deque()  # requests that wait for `send_unsent`
         self._count = itertools.count(1)
@@ -61,9 +62,24 @@ class RankSession:
         content = {"seq": number, "type": "request", "command": command, "arguments": arguments}
         self.link.send(ToDebugger(self.rank, self.number, json.dumps(content)))
         try:
-            return await asyncio.wait_for(answer, timeout)
+            response: Message = await asyncio.wait_for(answer, timeout)
         finally:
             self._pending.pop(number, None)
+        if command == "setBreakpoints":
+            self._record_refusal((arguments.get("source") or {}).get("path", ""), response)
+        return response
+
+    def _record_refusal(self, path: str, response: Message) -> None:
+        if text := refusal(response):
+            self._refused.setdefault(path, text)
+        elif self._refused.get(path):  # the breakpoint was removed, or the file exists by now
+            del self._refused[path]
+
+    def pop_refused(self) -> list[str]:
+        """Return lines on files with breakpoints in which the rank cannot stop, each file once."""
+        new = {path: text for path, text in self._refused.items() if text}
+        self._refused.update(dict.fromkeys(new, ""))
+        return [f"cannot stop at breakpoints in {path}: {text}" for path, text in new.items()]
 
     def add_unsent(self, command: str, arguments: Message) -> None:
         """Add a request that `send_unsent` sends, while the rank is being attached."""

@@ -72,19 +72,17 @@ class CellDebugger:
     # --- from other threads ---------------------------------------------------------------
 
     def prepare(self, link: Link, ranks: Iterable[int]) -> str:
-        """Wait until these ranks have the breakpoints; return a line on ranks that lack them.
+        """Wait until these ranks have the breakpoints; return a line on breakpoints that they lack.
 
         Called on the main thread before a task is sent.  Does nothing while the debugger is off.
         Raises Interrupted if Stop is pressed meanwhile.
         """
         if not self.is_on:
             return ""
-        problems = self._run(self._ranks.attach(link, {*ranks}), {})
         by_text: dict[str, list[int]] = {}
-        for rank, text in problems.items():
+        for rank, text in self._run(self._ranks.attach(link, {*ranks}), []):
             by_text.setdefault(text, []).append(rank)
-        lines = (f"{name_ranks(on)} cannot stop at breakpoints: {t}" for t, on in by_text.items())
-        return "; ".join(lines)
+        return "; ".join(f"{name_ranks(on)} {text}" for text, on in by_text.items())
 
     def choose(self, link: Link, rank: int, *, is_alone: bool) -> str:
         """Show this rank of a world; return a line on that, or "" if none of its ranks is stopped.

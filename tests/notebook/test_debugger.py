@@ -319,6 +319,16 @@ print("ended", sys.gettrace() is not None)"""
     debug.start()  # as the fixture expects
 
 
+def test_ranks_that_lack_a_module_are_told_once(debug: DebugClient) -> None:
+    """A line names ranks whose machine lacks a file with a breakpoint, and the file."""
+    path = "/nowhere/model.py"
+    points = {"breakpoints": [{"line": 3}], "source": {"path": path}, "sourceModified": False}
+    line = f"ranks 0-1 cannot stop at breakpoints in {path}: the file is missing there"
+    debug.request("setBreakpoints", **points)
+    assert line in debug.run("%%distributed\nx = 1").seen
+    assert path not in debug.run("%%distributed\nx = 1").seen
+
+
 def test_unloading_gives_the_debugger_back(fresh: Callable[..., Notebook]) -> None:
     """After `%unload_ext` ipykernel's debugger is as if nbdist had not been loaded."""
     notebook = fresh()
@@ -394,7 +404,7 @@ def test_a_breakpoint_that_is_set_while_a_rank_attaches_reaches_it(moment: str) 
         link: Any = SlowLink(set_breakpoint)
         ranks = DebuggedRanks(lambda: [(link, "rank", {0: 100})], print, just_my_code=False)
         await ranks.set_breakpoints({"source": {"path": "1"}, "breakpoints": before})
-        assert await ranks.attach(link, [0]) == {}
+        assert await ranks.attach(link, [0]) == []
         received: list[tuple[str, Any]] = link.received
         return received
 
