@@ -412,7 +412,7 @@ class Worker:
         self._errors_sent.clear()
         count = control.StepCount(done.steps, has_succeeded=True)
         self.finished = (self.task_id, count if done.status == "ok" else None)
-        self._emit_output(replace(done, failure=None))
+        self._emit_output(done if done.failure is None else replace(done, failure=None))
         self._forget_task()
         if self._count_timer is not None:
             self._count_timer.cancel()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, get_args
 
 from nbdist.output.mimes import WIDGET, readable_in
@@ -231,6 +232,13 @@ class Done:
     def made(self) -> frozenset[str]:
         """The bound names that are not imported: only the cell can make their values again."""
         return self.bound - self.imported.keys()
+
+    def __reduce__(self) -> tuple[type[Done], tuple[Any, ...]]:
+        # In a third of the time that the `__getstate__` of a dataclass takes.
+        return Done, _fields_of_done(self)
+
+
+_fields_of_done = attrgetter(*(each.name for each in fields(Done)))
 
 
 class Record(NamedTuple):

@@ -188,9 +188,12 @@ _KEEP = 64_000
 
 @dataclass(slots=True)
 class _Rank:
-    """The screen of a rank, and a queue of the rank's complete lines and displays."""
+    """The screen of a rank, and a queue of the rank's complete lines and displays.
 
-    screen: Screen = field(default_factory=lambda: Screen(_KEEP))
+    The rank has no screen until it has written text, as most short tasks write none.
+    """
+
+    screen: Screen | None = None
     queued_to: int = 0  # the row of the screen before which all lines are queued
     bars: list[Bar] = field(default_factory=list)  # the bars of earlier screens (`end_screen`)
     queue: deque[tuple[float, str]] = field(default_factory=deque)
@@ -200,12 +203,13 @@ class _Rank:
         """Queue the lines that an output completes, or the text of a display or an error."""
         match output:
             case events.Text(stream=stream, text=text):
+                screen = self.screen = Screen(_KEEP) if self.screen is None else self.screen
                 for start in range(0, len(text), _SLICE_LENGTH):
-                    self.screen.write(stream, text[start : start + _SLICE_LENGTH])
+                    screen.write(stream, text[start : start + _SLICE_LENGTH])
                     # Nested bars move the cursor up, and may write to rows that were queued.
-                    self.queued_to = min(self.queued_to, self.screen.changed_from)
-                    self.screen.changed_from = self.screen.cursor
-                    self._queue_lines(self.screen.cursor, now)
+                    self.queued_to = min(self.queued_to, screen.changed_from)
+                    screen.changed_from = screen.cursor
+                    self._queue_lines(screen, screen.cursor, now)
             case events.Display(data=data) | events.DisplayUpdate(data=data):
                 self._queue_text(events.plain_of(data), now)
             case events.Skipped(lines=lines, displays=displays):
@@ -225,13 +229,14 @@ class _Rank:
         self._queue_texts([text], now)
 
     def end_screen(self, now: float) -> None:
-        """Queue all lines of the screen, also an incomplete last line, and begin a new screen."""
-        self._queue_lines(self.screen.end, now)
-        self.bars += [bar for _, bar in self.screen.bars()]
-        self.screen, self.queued_to = Screen(_KEEP), 0
+        """Queue all lines of the screen, also an incomplete last line, and drop the screen."""
+        if (screen := self.screen) is not None:
+            self._queue_lines(screen, screen.end, now)
+            self.bars += [bar for _, bar in screen.bars()]
+            self.screen, self.queued_to = None, 0
 
-    def _queue_lines(self, stop: int, now: float) -> None:
-        self._queue_texts((line.text for line in self.screen.lines(self.queued_to, stop)), now)
+    def _queue_lines(self, screen: Screen, stop: int, now: float) -> None:
+        self._queue_texts((line.text for line in screen.lines(self.queued_to, stop)), now)
         self.queued_to = max(self.queued_to, stop)
 
     def _queue_texts(self, texts: Iterable[str], now: float) -> None:

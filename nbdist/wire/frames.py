@@ -10,7 +10,7 @@ import io
 import pickle
 import struct
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -108,24 +108,72 @@ def fits(value: Any, kind: Any) -> bool:
 
     An int fits `float`, too.
     """
-    origin, inner, hints = _parts_of(kind)
+    return _check_for(kind)(value)
+
+
+@cache
+def _check_for(kind: Any) -> Callable[[Any], bool]:
+    """Return the function that tells whether a value fits an annotation.
+
+    An agent checks each message of a worker, so the annotation is taken apart only once.
+    """
+    origin, inner, _ = _parts_of(kind)
     if kind is Any:
-        return True
+        return lambda value: True
     if kind is float:
-        return isinstance(value, float | int)
+        return lambda value: isinstance(value, float | int)
     if origin is Literal:
-        return any(type(value) is type(each) and value == each for each in inner)
+        return lambda value: any(type(value) is type(each) and value == each for each in inner)
     if origin in (Union, types.UnionType):
-        return any(fits(value, each) for each in inner)
-    if not isinstance(value, origin or kind):
-        return False
+        return _check_for_union([*map(_check_for, inner)])
     if origin is None:
-        return all(fits(getattr(value, name, _MISSING), each) for name, each in hints.items())
+        return _check_for_class(kind)
     if issubclass(origin, Mapping):
-        return all(fits(k, inner[0]) and fits(each, inner[1]) for k, each in value.items())
+        fits_key, fits_value = map(_check_for, inner)
+        return lambda value: (
+            isinstance(value, origin)
+            and all(fits_key(k) and fits_value(each) for k, each in value.items())
+        )
+    parts = [*map(_check_for, inner)]
     if origin is tuple and inner[-1] is not ...:
-        return len(value) == len(inner) and all(map(fits, value, inner))
-    return all(fits(each, inner[0]) for each in value)
+        return lambda value: (
+            isinstance(value, tuple)
+            and len(value) == len(parts)
+            and all(check(each) for check, each in zip(parts, value, strict=True))
+        )
+    return lambda value: isinstance(value, origin) and all(map(parts[0], value))
+
+
+def _check_for_union(checks: list[Callable[[Any], bool]]) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        for each in checks:  # noqa: SIM110 (`any` would take longer)
+            if each(value):
+                return True
+        return False
+
+    return check
+
+
+def _check_for_class(kind: Any) -> Callable[[Any], bool]:
+    if not _is_record(kind):
+        return lambda value: isinstance(value, kind)
+    fields_to_check: list[tuple[str, Callable[[Any], bool]]] | None = None
+
+    def check(value: Any) -> bool:
+        nonlocal fields_to_check
+        if not isinstance(value, kind):
+            return False
+        # Only now, since a record may have a field of its own type.
+        if fields_to_check is None:
+            fields_to_check = [
+                (name, _check_for(each)) for name, each in _parts_of(kind)[2].items()
+            ]
+        for name, fits_field in fields_to_check:
+            if not fits_field(getattr(value, name, _MISSING)):
+                return False
+        return True
+
+    return check
 
 
 def to_plain(value: Any) -> Any:

@@ -16,7 +16,8 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 from nbdist.output.events import Done, Failure, InputRequest, ItemsWanted
@@ -173,6 +174,13 @@ class Task:
             work = work._replace(arguments=relocate(work.arguments, places))
         names, plain = relocate(self.names, places), relocate(self.plain, places)
         return replace(self, names=names, plain=plain, work=work)
+
+    def __reduce__(self) -> tuple[type[Task], tuple[Any, ...]]:
+        # In a third of the time that the `__getstate__` of a dataclass takes.
+        return Task, _fields_of_task(self)
+
+
+_fields_of_task = attrgetter(*(each.name for each in fields(Task)))
 
 
 def task_from(frame: bytes) -> Task:

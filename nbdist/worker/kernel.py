@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -101,7 +100,8 @@ class WorkerKernel(IPythonKernel):
         one is handled.
         """
         started, began = time.perf_counter(), time.time_ns()
-        done = Done("error", 0.0, received=False)
+        # The fields of the outcome. `replace` would take time for each new outcome.
+        done: dict[str, Any] = {"status": "error", "received": False}
         error: BaseException | None = None
         value: Any = None
         context = Context(self.shell, self.namespace, task_id=task.id)
@@ -115,35 +115,37 @@ class WorkerKernel(IPythonKernel):
             try:
                 interrupts.begin()
                 self._prepare(task, context)
-                done = replace(done, received=True)
+                done["received"] = True
                 error, value = await self._perform(task.work, context)
-                done = self._with_names(task, context, done)
-                done = self._with_result(task, context, error, value, done)
+                done |= self._names_of(task, context)
+                done |= self._result_of(task, context, error, value)
             except Exception as problem:  # noqa: BLE001 (the notebook waits for an outcome in any case)
-                done, error = replace(done, failure=failure_of(problem)), problem
+                done["failure"], error = failure_of(problem), problem
             interrupts.end()
         except KeyboardInterrupt:  # Stop outside of the cell's code, such as in `_prepare`
             interrupts.end()
-        if done.status == "error" and done.failure is None:
-            failure = failure_in_words("KeyboardInterrupt", "")
-            bound, deleted = frozenset(context.bound), frozenset(context.deleted)
-            done = replace(done, failure=failure, bound=bound, gone=deleted)
-        STEPS.end_task(has_succeeded=done.status == "ok")
-        if self.group and done.status == "ok":
-            done = replace(done, outside=self.group.reached_beyond(task.ranks, begun))
+        is_ok = done["status"] == "ok"
+        if not is_ok and done.get("failure") is None:
+            done["failure"] = failure_in_words("KeyboardInterrupt", "")
+            done["bound"], done["gone"] = frozenset(context.bound), frozenset(context.deleted)
+        STEPS.end_task(has_succeeded=is_ok)
+        if self.group and is_ok:
+            done["outside"] = self.group.reached_beyond(task.ranks, begun)
         if error is not None:
-            done = replace(done, unfit=unfit_reason(context.rank, error))
+            done["unfit"] = unfit_reason(context.rank, error)
         leave_debugger()
         DEBUGGER.end_task()
         context.cleanup.close()
-        if isinstance(task.work, OpCall) and done.status != "ok":
+        if isinstance(task.work, OpCall) and not is_ok:
             forget_errors(self.shell, error)
             error = None
             gc.collect()  # reference cycles may keep the frames of the error, and their variables
         # Release the task's objects before `pop_ended_keys` lists the objects that have ended.
         error = value = None
         self.namespace.forget_old_values(context.bound | context.deleted)
-        changed = self.own_modules.pop_edited_files(began, reloads=reloads_modules(self.shell))
+        done["changed"] = self.own_modules.pop_edited_files(
+            began, reloads=reloads_modules(self.shell)
+        )
         self.records.end_task()
         tracking.flush()
         flush_streams()
@@ -151,31 +153,23 @@ class WorkerKernel(IPythonKernel):
         # Collect no garbage in this context: an object that ended after `pop_ended_keys` would be
         # missing in this outcome, and the next task could still refer to the object.
         with without_cycles():
-            dead, lost = counterparts.pop_ended_keys(), counterparts.pop_lost_keys()
+            done["dead"], done["lost"] = counterparts.pop_ended_keys(), counterparts.pop_lost_keys()
             counterparts.begin_idle()
-        return replace(
-            done,
-            changed=changed,
-            dead=dead,
-            lost=lost,
-            steps=STEPS.begun,
-            is_in_step=STEPS.is_inside,
-            seconds=time.perf_counter() - started,
-        )
+        done["steps"], done["is_in_step"] = STEPS.begun, STEPS.is_inside
+        return Done(**done, seconds=time.perf_counter() - started)
 
-    def _with_names(self, task: Task, context: Context, done: Done) -> Done:
-        """Return `done` with the names that the task has bound and deleted, and facts on them."""
+    def _names_of(self, task: Task, context: Context) -> dict[str, Any]:
+        """Return the fields of the outcome about names that the task has bound and deleted."""
         names = context.names
         name_classes({name: names[name] for name in context.bound & names.keys()}, task.id)
-        return replace(
-            done,
-            bound=frozenset(context.bound),
-            gone=frozenset(context.deleted),
-            gained=(*context.gained,),
-            imported=self.namespace.import_paths(context.bound),
-            kinds=self.namespace.kinds(context.bound),
-            covered=self.namespace.covered_names(context.bound),
-        )
+        return {
+            "bound": frozenset(context.bound),
+            "gone": frozenset(context.deleted),
+            "gained": (*context.gained,),
+            "imported": self.namespace.import_paths(context.bound),
+            "kinds": self.namespace.kinds(context.bound),
+            "covered": self.namespace.covered_names(context.bound),
+        }
 
     def _prepare(self, task: Task, context: Context) -> None:
         if self.group is not None:
@@ -200,7 +194,7 @@ class WorkerKernel(IPythonKernel):
         own code.
         """
         # Packed arguments may refer to objects that `end_idle` drops. So for a call with packed
-        # arguments, `receive_values` calls `end_idle` once it has read the arguments.
+        # arguments, `receive_values` or `receive_plain` calls `end_idle` once it has read them.
         if not (isinstance(work, OpCall) and "packed" in work.arguments):
             self.namespace.counterparts.end_idle()
         if isinstance(work, CellCode):
@@ -251,26 +245,21 @@ class WorkerKernel(IPythonKernel):
         if self.group is not None and self.group.uses_nccl:
             self.group.wait_for_nccl(line)
 
-    def _with_result(
-        self, task: Task, context: Context, error: BaseException | None, value: Any, done: Done
-    ) -> Done:
-        """Return `done` with the values that the task returns, or with its failure.
-
-        `error` is the exception that the task has raised, or None. `value` is the value of the op
-        or of the cell's last expression.
-        """
+    def _result_of(
+        self, task: Task, context: Context, error: BaseException | None, value: Any
+    ) -> dict[str, Any]:
+        """Return the fields of the outcome with the packed values, or the failure for `error`."""
         if error is not None:
             error_number = self.session.pop_error_number(error)
             advice = [] if error_number else remedies(context.shell, context.rank, error)
             contents = contents_of(error, context.names)
             failure = failure_of(error, advice)
-            return replace(
-                done,
-                failure=failure,
-                error_number=error_number,
-                values=contents,
-                incomplete=find_incomplete(error, context.names),
-            )
+            return {
+                "failure": failure,
+                "error_number": error_number,
+                "values": contents,
+                "incomplete": find_incomplete(error, context.names),
+            }
         values, kept_size = None, None
         if task.keeps:
             values, kept_size = self.namespace.pack_or_keep(value, task.id)
@@ -280,7 +269,7 @@ class WorkerKernel(IPythonKernel):
             values = self.namespace.fetch(task.fetch, task.id)
         elif not isinstance(task.work, CellCode):
             values = self.namespace.pack(value, task.id, context.title)
-        return replace(done, status="ok", values=values, kept=kept_size)
+        return {"status": "ok", "values": values, "kept": kept_size}
 
     def stop(self) -> None:
         """Stop the main thread's loop, so that the process exits; any thread may call this."""
