@@ -394,7 +394,7 @@ def is_atomic(value: Any) -> bool:
     return not isinstance(value, int) or value.bit_length() <= _SMALL
 
 
-def _is_light(value: Any) -> bool:
+def is_light(value: Any) -> bool:
     """Return True for an atomic value, and for a list, tuple or dict of a few atomic values."""
     if type(value) not in (list, tuple, dict) or len(value) > _FEW:
         return is_atomic(value)
@@ -406,13 +406,13 @@ class Identity:
     """Recognizes an object, to find out if a variable is still bound to the same object.
 
     The id alone is not enough, since a new object can get the id of a deleted object.  So an
-    `Identity` has a weak reference to the object, or a light object itself (`_is_light`).  Of a big
+    `Identity` has a weak reference to the object, or a light object itself (`is_light`).  Of a big
     list, dict, tuple or text, it has only the id and the type: a new object of this type at the
     same address counts as the same object.
     """
 
     def __init__(self, value: Any) -> None:
-        self._value = value if _is_light(value) else None
+        self._value = value if is_light(value) else None
         self._weak: weakref.ref[Any] | None = None
         self._id: tuple[int, type] | None = None
         if is_atomic(value):

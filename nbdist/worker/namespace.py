@@ -6,6 +6,7 @@ the function of an op by its name.
 
 from __future__ import annotations
 
+import pickle as plain_pickle
 import pkgutil
 import sys
 import time
@@ -30,6 +31,7 @@ from nbdist.values.payload import (
     Payload,
     Segment,
     StepwiseValue,
+    is_light,
     kind_of,
     open_payload,
     pack_frames,
@@ -154,6 +156,21 @@ class Namespace:
             self.counterparts.end_idle()
         return arrived.values
 
+    def receive_plain(self, payload: Payload) -> dict[str, Any]:
+        """Return the arguments of a plain call, in which no object has a key.
+
+        The result has the same keys as that of `receive_values`.
+        """
+        self.counterparts.end_idle()
+        parts = []
+        for what, frame in zip(("call", "call", "names"), payload.frames, strict=False):
+            try:
+                parts.append(unpickle([frame], self._names))
+            except Exception as error:  # such as an ImportError of a module that this rank lacks
+                raise _not_rebuilt(f"`{what}`", error) from error
+        function, (args, kwargs), *names = parts
+        return {"call": (function, args, kwargs), "names": names[0] if names else {}}
+
     def read(self, payload: Payload) -> ReceivedMessage:
         """Rebuild the values that the notebook has sent, without binding any variable.
 
@@ -162,11 +179,9 @@ class Namespace:
         try:
             return self.counterparts.read(open_payload(payload))
         except CannotRebuild as problem:
-            error = problem.__cause__
             what = f"`{problem.name}`" if problem.name else "a variable that the cell uses"
-            raise VariableError(
-                f"{what} could not be rebuilt in the worker: {type(error).__name__}: {error}"
-            ) from error
+            error = problem.__cause__
+            raise _not_rebuilt(what, error) from error
         except NotThere:
             raise VariableError(
                 "this rank has dropped an object that the cell uses; run the cell again"
@@ -187,10 +202,7 @@ class Namespace:
         try:
             return unpickle(open_payload(payload), self._names)
         except Exception as error:  # a user's class can raise anything while it is rebuilt
-            raise VariableError(
-                f"a variable that the cell uses could not be rebuilt in the worker: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            raise _not_rebuilt("a variable that the cell uses", error) from error
 
     def keep_received(self, received: Taken, task_id: str) -> None:
         """Keep received values for `bind_received` or `pop_received`.
@@ -435,6 +447,8 @@ class Namespace:
         return Brought(packed=Payload(segment=lent.ref))
 
     def _pack_value(self, value: object, home: ReturnReducer | None) -> PackedPayload:
+        if is_light(value):  # saves time: nothing in the value needs a reduction of its own
+            return pack_frames([plain_pickle.dumps((value,), plain_pickle.HIGHEST_PROTOCOL)])
         pickled = pickle(value, self._names, reduce=home.reduce if home else None)
         total, next_report = size_of(pickled.frames), time.monotonic() + MOVED_EVERY
         with closing(StepwiseValue(packing(pickled.frames))) as steps:
@@ -443,6 +457,12 @@ class Namespace:
                     next_report = now + MOVED_EVERY
                     self.report_progress(packed_bytes, total)
         return steps.made
+
+
+def _not_rebuilt(what: str, error: BaseException | None) -> VariableError:
+    return VariableError(
+        f"{what} could not be rebuilt in the worker: {type(error).__name__}: {error}"
+    )
 
 
 @lru_cache(maxsize=1 << 16)  # because it is called twice in each cell for every name

@@ -32,6 +32,7 @@ from nbdist.values.payload import Payload, pack_frames
 from nbdist.values.pickling import Pickled, pickle
 from nbdist.values.unpicklable import blame, fails_in
 from nbdist.wire.work import OpCall, ProgramKind, Script, Task
+from nbdist.world import plain_calls
 from nbdist.world.moving_line import MovingLine
 from nbdist.world.name_table import WORKERS_OWN
 from nbdist.world.outgoing import Outgoing, SendQuestion
@@ -213,16 +214,54 @@ def run_call(
     ranks: tuple[int, ...],
 ) -> CellResult[Any]:
     """Call a function on all of these ranks at once, and return its values; see `World.run`."""
-    names = names_of_call(session.namespace, function, args, kwargs)
-    values = {"call": (function, args, kwargs), "names": names}
-    with sending(session, values, ranks) as (payloads, parcels):
+
+    def call(
+        packed: Mapping[int, Payload],
+        parcels: Mapping[int, Parcel],
+        names: Mapping[str, Any],
+        *,
+        is_plain: bool,
+    ) -> CellResult[Any]:
         arguments = {
             "title": title_of(function),
-            "packed": payloads,
+            "packed": packed,
             "outdated": outdated_names(session, names),
+            "is_plain": is_plain,
         }
         task = session.task(OpCall("run.call", arguments), ranks=ranks)
         return outcome(session, [session.submit(task, shipped=parcels)])
+
+    is_ours = functools.partial(is_sent_name, session.namespace)
+    plain = plain_calls.pack(session.namespace, function, args, kwargs, is_ours)
+    if plain is not None and (none_sent := _parcels_of_plain(session, function, ranks)) is not None:
+        return call(dict.fromkeys(ranks, plain.payload), none_sent, plain.names, is_plain=True)
+    names = names_of_call(session.namespace, function, args, kwargs)
+    values = {"call": (function, args, kwargs), "names": names}
+    with sending(session, values, ranks) as (payloads, parcels):
+        return call(payloads, parcels, names, is_plain=False)
+
+
+def _parcels_of_plain(
+    session: Session, function: Callable[..., Any], ranks: Iterable[int]
+) -> dict[int, Parcel] | None:
+    """Return the parcels for a plain call, which brings no objects to the ranks.
+
+    Returns None if the call has to bring something after all: the notebook has changed an object
+    that a rank has, or the function itself has a counterpart on a rank.
+    """
+    objects = session.names.objects
+    known_states = [objects.of(rank) for rank in ranks]
+    key = objects.links.key_of(function)
+    if any(key in states for states in known_states):
+        return None
+    objects.runs += 1  # compare again: a script may have changed any object
+    outgoing = Outgoing(objects, session.namespace, frozenset(ranks))
+    if any(known_states):
+        outgoing.compare()
+        if any(outgoing.changed.values()):
+            return None
+        _log_kept(outgoing)
+    return outgoing.parcels([])
 
 
 def outdated_names(session: Session, names: Iterable[str]) -> dict[int, list[str]]:
@@ -261,9 +300,7 @@ def sending(
             outgoing.apply_replies(session.run(task).by_rank)
         if not outgoing.renew_replaced():
             break
-    for key in outgoing.kept():
-        kind = type(objects.links.find(key)).__qualname__
-        log.warning("ranks have changed a %s since it was sent, and keep theirs", kind)
+    _log_kept(outgoing)
     payloads, sent = dict[int, Payload](), list[tuple[tuple[int, ...], Parcel]]()
     with ExitStack() as memory:
         for group in outgoing.groups({}):
@@ -274,6 +311,12 @@ def sending(
             payloads |= dict.fromkeys(group, payload)
             sent.append((group, Parcel(states=states)))
         yield payloads, outgoing.parcels(sent)
+
+
+def _log_kept(outgoing: Outgoing) -> None:
+    for key in outgoing.kept():
+        kind = type(outgoing.objects.links.find(key)).__qualname__
+        log.warning("ranks have changed a %s since it was sent, and keep theirs", kind)
 
 
 def run(session: Session, task: Task, max_restarts: int = 0) -> CellResult[Any]:
@@ -399,16 +442,18 @@ def names_of_call(
                 sketch(name, value)
             refuse(title_of(function), (function, args, kwargs), problem)
 
-    def is_ours(name: str) -> bool:
-        is_system = SYSTEM_NAMES.fullmatch(name) and name not in SCRIPT_NAMES
-        return name in namespace and not is_system and name not in WORKERS_OWN
-
     names: dict[str, Any] = {}
     pickled = whole(names)
     needs = pickled.needs
-    while new := {*filter(is_ours, needs - names.keys())}:
+    while new := {*filter(functools.partial(is_sent_name, namespace), needs - names.keys())}:
         names.update({name: namespace[name] for name in sorted(new)})
         needs = frozenset().union(*(sketch(name, names[name]).needs for name in new))
     if names:
         whole(names)
     return names
+
+
+def is_sent_name(namespace: Mapping[str, Any], name: str) -> bool:
+    """Return True if a function that uses a name of `__main__` gets the notebook's value of it."""
+    is_system = SYSTEM_NAMES.fullmatch(name) and name not in SCRIPT_NAMES
+    return name in namespace and not is_system and name not in WORKERS_OWN

@@ -309,15 +309,18 @@ def call(
     title: str,
     packed: Mapping[int, Payload],
     outdated: Mapping[int, Sequence[str]],
+    *,
+    is_plain: bool = False,
 ) -> Any:
     """Call a function of the notebook on this rank, and return its result.
 
     `packed` has by rank the function, its arguments, and the variables of the notebook's `__main__`
     that the function uses. `outdated` has by rank the names whose values on the rank are older than
     the notebook's; during the call the rank uses the notebook's values for these. `title` names the
-    function in messages.
+    function in messages. With `is_plain` the values are packed as `nbdist.world.plain_calls`
+    packs them.
     """
-    function, args, kwargs = _receive_call(context, title, packed, outdated)
+    function, args, kwargs = _receive_call(context, title, packed, outdated, is_plain=is_plain)
     with _as_in_a_cell(context):
         return function(*args, **kwargs)
 
@@ -408,13 +411,16 @@ def _receive_call(
     title: str,
     packed: Mapping[int, Payload],
     outdated: Mapping[int, Sequence[str]],
+    *,
+    is_plain: bool = False,
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Receive a function and its arguments, and bind the names that it uses until the op ends.
 
     Return the function, its positional arguments and its keyword arguments.
     """
     context.title = title
-    arrived = context.namespace.receive_values(packed[context.rank])
+    receive = context.namespace.receive_plain if is_plain else context.namespace.receive_values
+    arrived = receive(packed[context.rank])
     replaced = {*READY_MODULES, *outdated.get(context.rank, ())}
     context.cleanup.enter_context(lent_names(context, arrived["names"], replaced))
     function, args, kwargs = arrived["call"]
