@@ -424,7 +424,7 @@ def test_a_thread_that_goes_on_leaves_another_thread_on_the_page() -> None:
         events = list[str]()
         publish = lambda event: events.append(event["event"])  # noqa: E731
         ranks = DebuggedRanks(lambda: [(link, "rank", {0: 100})], publish, just_my_code=False)
-        assert await ranks.attach(link, [0]) == {}
+        assert await ranks.attach(link, [0]) == []
         (number,) = ranks.by_number
         after = list[list[str]]()
         for event, thread in [("stopped", 1), ("stopped", 2), ("continued", 2), ("continued", 1)]:
