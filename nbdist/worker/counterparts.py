@@ -41,6 +41,10 @@ from nbdist.wire.ops import Inspected, Replaced, type_text
 MAX_SEARCH_SECONDS = 0.1
 """Seconds after which `_variables_with` gives up its search."""
 
+FRAMES_TIMEOUT = 0.5  # seconds at a call's end, for other threads to drop the call's frames
+FRAMES_INTERVAL = 0.001  # seconds between two looks whether they have
+CALLER = "/nbdist/worker/ops/run.py"  # calls functions of the notebook
+
 PAGES_FROM_BYTES = 4 << 20
 """Memory of this size or more is first checked by `are_written`.
 
@@ -83,7 +87,7 @@ class Counterparts:
         # this rank. The notebook may send them again, so they are kept alive.
         self._retained: dict[int, Any] = {}
         self._released: list[Any] = []  # objects that `forget` has taken from `_retained`
-        self._pinned: list[Any] | None = None
+        self._pinned: list[Any] = []  # all objects with a key, between two tasks
         # By key, the version counter of a tensor when the tensor was received.
         self._versions: dict[int, int] = {}
         # Keys of memory and containers that this rank has changed in place.
@@ -258,8 +262,12 @@ class Counterparts:
     def pop_ended_keys(self) -> tuple[int, ...]:
         """Return the keys of objects that have ended here since the last call.
 
-        Keys of objects that had ended in the notebook before are left out.
+        Keys of objects that had ended in the notebook before are left out. All other objects are
+        kept alive until `end_idle`: the outcome of a task reports which objects have ended, and the
+        next task may refer to all others. So nothing may end an object between two tasks, neither
+        garbage collection nor a thread that drops a frame of the task.
         """
+        self._pinned = []
         self._record_altered_memory()
         # Python has no weak references to lists and dicts. So `links` keeps them alive, until
         # `drop_unused` finds that nothing else refers to them.
@@ -270,7 +278,11 @@ class Counterparts:
             # on the other. So collect the cycles.
             gc.collect()
             self.links.drop_unused(self._record_altered_containers)
+            if self._wait_for_frames():  # the frames may have been a part of cycles
+                gc.collect()
+                self.links.drop_unused(self._record_altered_containers)
         self._lent_keys = []
+        self._pinned = [entry() for entry in self.links.entries()]
         ended = self.links.pop_dead_keys()
         for key in ended:
             self._states.pop(key, None)
@@ -281,6 +293,23 @@ class Counterparts:
         unreported = [key for key in ended if key not in self._orphans]
         self._orphans.difference_update(ended)
         return tuple(unreported)
+
+    def _wait_for_frames(self) -> bool:
+        """Wait until other threads hold no frames that keep arguments of the present call alive.
+
+        Threads hold frames for a moment, such as the control thread that looks for the main
+        thread's position, or a profiler. As with reference cycles, the next call would otherwise
+        use the changed objects on this rank alone. Return True if frames were held.
+        """
+        deadline, has_waited = time.monotonic() + FRAMES_TIMEOUT, False
+        while any(map(self._is_left, self._lent_keys)) and time.monotonic() < deadline:
+            # If a frame is held, so are the frames that have called it, up to the op's own frame.
+            if not any(map(_is_frame_of_call, gc.get_objects())):
+                break
+            has_waited = True
+            time.sleep(FRAMES_INTERVAL)
+            self.links.drop_unused(self._record_altered_containers)
+        return has_waited
 
     def _is_left(self, key: int) -> bool:
         """Return True if the object of a key is alive, and is no class or function.
@@ -318,25 +347,10 @@ class Counterparts:
             if key in self._states and self._states[key] != state:
                 self._altered_keys.add(key)
 
-    def begin_idle(self) -> None:
-        """Keep each object that has a key alive from the next garbage collection until `end_idle`.
-
-        The outcome of a task reports which objects have ended, and the next task may refer to all
-        others. So a garbage collection between two tasks must not end objects.
-        """
-        if self._pin not in gc.callbacks:
-            gc.callbacks.append(self._pin)
-
     def end_idle(self) -> None:
-        """Drop the objects that `forget` has released, and undo `begin_idle`."""
-        if self._pin in gc.callbacks:
-            gc.callbacks.remove(self._pin)
-        self._pinned = None
+        """Drop the objects that `forget` has released, and those that `pop_ended_keys` keeps."""
+        self._pinned = []
         self._released.clear()
-
-    def _pin(self, phase: str, info: Any) -> None:
-        if phase == "start" and self._pinned is None:
-            self._pinned = [entry() for entry in self.links.entries()]
 
     # --- comparing ----------------------------------------------------------------------------
 
@@ -570,6 +584,10 @@ class Counterparts:
 
 
 _GET_KEYS = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
+
+
+def _is_frame_of_call(value: Any) -> bool:
+    return type(value) is types.FrameType and value.f_code.co_filename.endswith(CALLER)
 
 
 def _is_type_or_module(value: Any) -> bool:

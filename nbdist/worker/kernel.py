@@ -39,7 +39,6 @@ from nbdist.output.events import (
 )
 from nbdist.values import definitions
 from nbdist.values.class_ids import name_classes
-from nbdist.values.pickling import without_cycles
 from nbdist.wire.spec import WorkerStart
 from nbdist.wire.work import CellCode, InputReply, OpCall, Task, Work, failure_in_words
 from nbdist.worker import tracking
@@ -150,11 +149,7 @@ class WorkerKernel(IPythonKernel):
         tracking.flush()
         flush_streams()
         counterparts = self.namespace.counterparts
-        # Collect no garbage in this context: an object that ended after `pop_ended_keys` would be
-        # missing in this outcome, and the next task could still refer to the object.
-        with without_cycles():
-            done["dead"], done["lost"] = counterparts.pop_ended_keys(), counterparts.pop_lost_keys()
-            counterparts.begin_idle()
+        done["dead"], done["lost"] = counterparts.pop_ended_keys(), counterparts.pop_lost_keys()
         done["steps"], done["is_in_step"] = STEPS.begun, STEPS.is_inside
         return Done(**done, seconds=time.perf_counter() - started)
 

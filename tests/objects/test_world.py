@@ -38,6 +38,31 @@ def test_garbage_collection_does_not_unlink_arguments(world: World) -> None:
         world.execute("gc.set_threshold(*thresholds)")
 
 
+HOLD_FRAMES = """
+import sys, threading, time
+def hold_frames():
+    while holds:
+        frames = [*sys._current_frames().values()]
+        time.sleep(0.003)
+holds, holder = True, threading.Thread(target=hold_frames)
+holder.start()
+"""
+"""Starts a thread that holds the frames of all threads for a moment, as a profiler does."""
+
+
+def test_frames_in_another_thread_do_not_keep_arguments(world: World) -> None:
+    """Each call gets the notebook's arguments, though a profiler keeps the last call's alive."""
+    model = net()
+    optimizer = sgd(model)
+    world.execute(HOLD_FRAMES)
+    try:
+        for number in range(40):
+            holder = {"model": model, "optimizer": optimizer}
+            assert [*world.run(fit, model, optimizer, holder)] == [(0.605, True)] * 2, number
+    finally:
+        world.execute("holds = False; holder.join()")
+
+
 def fit_in_a_cycle(model: Any, optimizer: Any) -> float:
     """Train, and leave a reference cycle that refers to the arguments."""
     cycle: list[Any] = [model, optimizer]
