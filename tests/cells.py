@@ -17,6 +17,7 @@ from nbdist.output.ansi import strip
 from nbdist.output.events import Failure, Output, Skipped
 from nbdist.output.rank_transcript import RichDisplay
 from nbdist.output.screen import ScreenLine
+from nbdist.world import dispatch, inbox
 from nbdist.world.result import CellResult
 from nbdist.world.states import WorldState
 from nbdist.world.task_run import TaskRun
@@ -98,11 +99,11 @@ def give_up_on_c_code(world: World, rank: int, control_timeout: float) -> None:
         if all(track.line_count for track in running.transcript):
             break
     world.interrupt()
-    world.session.wait(running)
+    dispatch.wait(world.engine, running)
     assert running.unfinished == (rank,)
     assert "no variables were lost" in str(running.error())
     while running.unfinished:
-        world.session.wait_for_stop()
+        dispatch.wait_for_stop(world.engine)
     assert world.gather("kept") == [*range(world.size)]
 
 
@@ -111,7 +112,7 @@ def begin(world: World, source: str) -> TaskRun:
     running = world.submit(world.task(f"print('begun')\n{source}"))
 
     def all_have_begun() -> bool:
-        world.session.receive(0.05)
+        inbox.receive(world.engine, 0.05)
         return all(track.line_count for track in running.transcript)
 
     wait_until(all_have_begun, "all ranks have begun")
@@ -130,7 +131,7 @@ def run_for(world: World, source: str, seconds: float) -> TaskRun:
 def press_stop(world: World, running: TaskRun) -> None:
     """Press Stop, and wait until control is back."""
     world.interrupt()
-    world.session.wait(running)
+    dispatch.wait(world.engine, running)
 
 
 def stop(world: World, running: TaskRun) -> None:
@@ -138,7 +139,7 @@ def stop(world: World, running: TaskRun) -> None:
     press_stop(world, running)
     if running.unfinished:  # on a very busy machine
         sys.stdout.write(f"Control is back, but {running.not_stopped}\n")
-        world.session.wait_for_stop()
+        dispatch.wait_for_stop(world.engine)
 
 
 def ends(
@@ -151,7 +152,7 @@ def ends(
         if running.age > within and not stopped:
             stopped = True
             world.interrupt()
-    world.session.wait(running)
+    dispatch.wait(world.engine, running)
     error = running.error()
     assert not stopped, f"it did not end by itself within {within:.0f} s; Stop: {error}"
     assert error is not None, "nothing failed"

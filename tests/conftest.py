@@ -21,6 +21,7 @@ import pytest
 
 import nbdist
 from nbdist.system.limits import control_groups
+from nbdist.world import inbox
 from nbdist.world.states import WorldState
 from nbdist.world.world import World
 from tests import worlds
@@ -181,7 +182,7 @@ def started(request: pytest.FixtureRequest, new_world: NewWorld) -> Iterator[Wor
 def world(request: pytest.FixtureRequest, started: World) -> World:
     """The module's world, restarted if it is not ready or has another size than at first."""
     (ranks,) = request.node.get_closest_marker("shared_world").args
-    started.session.receive_waiting()
+    inbox.receive_waiting(started.engine)
     if started.state is not WorldState.READY or started.size != ranks:
         started.restart(ranks)
     return started

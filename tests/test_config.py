@@ -230,7 +230,7 @@ def test_each_option_is_in_the_manual_and_used() -> None:
     assert WorldConfig(hang_timeout=3, release=False).patience == Patience(3.0, aborts=False)
     with pytest.warns(FutureWarning, match="`free=` is now `release=`"):
         former: Any = World(2, free=False, log_dir="")  # type: ignore[call-arg]
-    assert former.session.config.release is False
+    assert former.engine.config.release is False
     with pytest.warns(FutureWarning, match="`free=` is now `release=`"):
         assert not WorldConfig().with_changes(free=False).release
     found = [WorldConfig(), WorldConfig(hosts="a"), WorldConfig(salloc="-p x")]

@@ -345,7 +345,7 @@ def split_for_pool(pools: Pools, name: str, code: str) -> list[CellPart]:
 def _is_on_ranks(world: World | None, user_ns: dict[str, Any], name: str) -> bool:
     if world is None:
         return False
-    names = world.session.names
+    names = world.engine.names
     if name in WORKERS_OWN or names.ranks_that_own(name):
         return True
     return name not in user_ns and (name in WORKERS_MODULES or bool(names.ranks_with(name)))

@@ -327,7 +327,7 @@ def as_magic(shell: Any, cell: str, world: World | None) -> str:
     lines, so nbdist must add `%`.
     """
     match = _WORD.fullmatch(cell)
-    if match is None or (world and world.session.names.ranks_with(match[1])):
+    if match is None or (world and world.engine.names.ranks_with(match[1])):
         return cell
     if not shell.find_line_magic(match[1]):
         return cell

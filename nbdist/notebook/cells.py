@@ -40,8 +40,9 @@ from nbdist.output.transcript import Transcript
 from nbdist.topology import parse_ranks
 from nbdist.wire.work import CellCode, OpCall, Task, Work
 from nbdist.words import in_pool, name_ranks, size_text
+from nbdist.world import dispatch
 from nbdist.world.name_table import WORKERS_MODULES, WORKERS_OWN, NameTable
-from nbdist.world.recovery import late_stop_text, stop_text, undefined_name
+from nbdist.world.outcome_texts import late_stop_text, stop_text, undefined_name
 from nbdist.world.remote_call import ask
 from nbdist.world.result import CellResult, usage_text
 from nbdist.world.sent_objects import Parcel
@@ -77,7 +78,7 @@ def source_steps(
     source = in_notebook_lines(first_line, cell)
     code = CellCode(source, cell_file(pool.shell))
     task, world = prepare(pool, code, display, options)
-    check_commands(python, world.session.names, task.ranks, pool.shell.user_ns)
+    check_commands(python, world.engine.names, task.ranks, pool.shell.user_ns)
     setup = (cell_id(pool.shell) or source) if options.setup else ""
     pack = partial(
         plan,
@@ -113,9 +114,9 @@ def prepare(
         display.add_note(f"{page_text} before {cell} had ended: `%dist_output -2` shows its output")
     on = parse_ranks("all" if options.ranks is None else options.ranks, world.size)
     # With `--detach`, another notebook may attach and ask for the cell's last value.
-    keeps = options.out is not None or world.session.config.detach
+    keeps = options.out is not None or world.engine.config.detach
     count, key = execution_count(pool.shell), cell_id(pool.shell)
-    return world.session.task(work, ranks=on, execution_count=count, key=key, keeps=keeps), world
+    return world.engine.task(work, ranks=on, execution_count=count, key=key, keeps=keeps), world
 
 
 def run_steps(
@@ -157,13 +158,13 @@ def attempt_steps(
     if a failed attempt has bound their names on the ranks.  Restarted ranks are sent the variables
     that they lack.
     """
-    patience = world.session.config.with_changes(**immediate_options(options)).patience
+    patience = world.engine.config.with_changes(**immediate_options(options)).patience
     patience = replace(patience, timeout=options.timeout)
     if options.no_wait:
         patience = replace(patience, control_timeout=None)
-    names = world.session.names
+    names = world.engine.names
     names = names.copy() if options.max_restarts else names
-    for attempt in world.session.attempts(task, options.max_restarts):
+    for attempt in dispatch.attempts(task, options.max_restarts):
         pids = world.pids  # the pids of all ranks before the attempt
         shipment = make_shipment(pool, world, names, pack)
         running = yield from _attempt(pool, world, attempt, shipment, display, patience, setup)
@@ -173,8 +174,8 @@ def attempt_steps(
         display = pool.display(is_quiet=options.quiet)
         display.add_note(running.restart_text)
         new = [rank for rank, pid in world.pids.items() if pid != pids.get(rank)]
-        names.copy_entries(new, world.session.names)
-        world.session.mark_reported(running.recovered_ranks)
+        names.copy_entries(new, world.engine.names)
+        world.engine.rank_table.mark_reported(running.recovered_ranks)
     return outcome_of(pool, world, running, display)
 
 
@@ -225,27 +226,27 @@ def _attempt(
     task = replace(task, names=packed.payloads)
     try:
         # Without a link, `submit` raises the error that says why.
-        debugger, link = pool.debugger, world.session.link_or_none
+        debugger, link = pool.debugger, world.engine.connection.link_or_none
         if debugger and link and (note := debugger.prepare(link, task.ranks)):
             display.add_note(note)
         # Redirect Stop before the task is sent, since ranks may begin the task before
         # `follow_steps` redirects Stop.
-        with redirect_stops(partial(world.session.count_stop, task)):
-            machines = world.session.machines
-            running = world.session.submit(task, patience, shipment.parcels)
+        with redirect_stops(partial(world.engine.count_stop, task)):
+            machines = world.engine.rank_table.machines
+            running = dispatch.submit(world.engine, task, patience, shipment.parcels)
             # A further attempt of a job does not become the newest cell: a later cell may be newer.
             if not (running.is_job and task.attempt.number):
                 pool.last = running
             pool.note_deaths(world, display, machines)
             history = pool.shell.history_manager
             cells = history.input_hist_raw if history is not None else []
-            if note := world.session.surroundings.pop_note(cells):
+            if note := world.engine.surroundings.pop_note(cells):
                 display.add_note(note)
             yield from follow_steps(pool, world, running, display)
         if setup and not running.error():
             kept = packed.pop_setup()
             parcel = shipment.setup.parcel if shipment.setup else None
-            world.session.keep_setup(setup, task, kept[1], kept[0], parcel)
+            world.engine.keep_setup(setup, task, kept[1], kept[0], parcel)
     finally:
         packed.close()
     return running
@@ -264,7 +265,7 @@ def follow_steps(
     cell waits for the task.
     """
     is_here = True  # whether the notebook cell that runs now has sent the task
-    with redirect_stops(partial(world.session.count_stop, running.task)):
+    with redirect_stops(partial(world.engine.count_stop, running.task)):
         following, longest = world.follow(running, answers=True), None
         try:
             while True:
@@ -285,7 +286,7 @@ def follow_steps(
                             if display:
                                 asks = running.prompts.text
                                 display.show_all(running.transcript, asks, rank)
-                            ask(world.session, running, rank)
+                            ask(world.engine, running, rank)
                             if display and is_here:
                                 display.continue_below_input()
                 longest = yield running
@@ -297,7 +298,7 @@ def follow_steps(
             raise
         if display:
             pool.show_widgets()
-            for text in notes_on(running.transcript, world.session.names):
+            for text in notes_on(running.transcript, world.engine.names):
                 display.add_note(text, at_once=False)
             display.end(running.transcript, pool.log_files())
             pool.end_cell(running, display)
@@ -325,16 +326,16 @@ def check_end(pool: Pool, world: World, running: TaskRun, *, stopped: bool | Non
     `stopped` says whether the user has pressed Stop; None means that the task's count of Stops
     decides.
     """
-    if running.unfinished and world.session.outlives_kernel():
-        find = f"`%dist_attach {world.session.spec.name}` in the next one finds them"
+    if running.unfinished and world.engine.outlives_kernel():
+        find = f"`%dist_attach {world.engine.rank_table.spec.name}` in the next one finds them"
         raise Interrupted((), outcome=f"the kernel ends, and the workers keep running: {find}")
     if cause := running.transcript.root_cause():
         pool.failed = time.monotonic(), *cause
     killed = running.killed_by_stop
     stopped = running.stop.was_pressed if stopped is None else stopped
     if stopped and not running.unfinished and (killed or not running.deaths):
-        world.session.mark_reported(killed)
-        recovery = stop_text(world.session, killed) if killed else late_stop_text(running)
+        world.engine.rank_table.mark_reported(killed)
+        recovery = stop_text(world.engine, killed) if killed else late_stop_text(running)
         raise Interrupted(running.task.ranks, recovery, running.damage)
     if not running.lacking_text and cause and (name := undefined_name(cause[1])):
         running.lacking_text = _not_sent_text(pool, name)
@@ -342,10 +343,10 @@ def check_end(pool: Pool, world: World, running: TaskRun, *, stopped: bool | Non
     running.differing = in_pool(running.differing, pool.own_name)
     running.lacking_text = in_pool(running.lacking_text, pool.own_name)
     if error := running.error():
-        world.session.mark_reported(running.recovered_ranks)
+        world.engine.rank_table.mark_reported(running.recovered_ranks)
         _record_failure(pool, running)
         if isinstance(error, CellTimeout) and killed:
-            error.add(stop_text(world.session, killed))
+            error.add(stop_text(world.engine, killed))
         if pool.routine.hint and isinstance(error, WorkerDied):
             error.add(f"{pool.routine.hint}.")
         raise error
@@ -376,8 +377,8 @@ def fetch_results(
     after the text `what`.
     """
     show = progress(display, what) if display else None
-    with redirect_stops(partial(world.session.count_stop, task)):
-        machines = world.session.machines
+    with redirect_stops(partial(world.engine.count_stop, task)):
+        machines = world.engine.rank_table.machines
         running = world.submit(task)
         pool.note_deaths(world, display or pool.display(), machines)
         for _ in follow_steps(pool, world, running, None):
@@ -386,7 +387,7 @@ def fetch_results(
                     show(*running.bytes_moved)
     check_end(pool, world, running)
     results = {**running.result().by_rank}
-    world.session.release_values(running)
+    world.engine.connection.release_values(running)
     return results
 
 
@@ -403,8 +404,8 @@ def bind(
     A display shows the output of `task`, but not of `work`.  `shipped` has by rank the names and
     objects that the rank is sent.
     """
-    machines = world.session.machines
-    for running in bind_steps(world.session, task, work, shipped):
+    machines = world.engine.rank_table.machines
+    for running in bind_steps(world.engine, task, work, shipped):
         pool.note_deaths(world, display or pool.display(), machines)
         if display:
             pool.last = running
@@ -416,7 +417,7 @@ def bind(
 
 def result_of(pool: Pool, world: World, running: TaskRun) -> CellResult[Any]:
     """Return the result of a cell with its last values; big values are fetched on access."""
-    values = last_values(world.session, running, partial(fetch_results, pool, world))
+    values = last_values(world.engine, running, partial(fetch_results, pool, world))
     return replace(running.result(), by_rank=values)
 
 

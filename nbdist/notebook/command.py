@@ -49,7 +49,8 @@ from nbdist.topology import parse_ranks
 from nbdist.wire.messages import RequestBody
 from nbdist.wire.work import OpCall
 from nbdist.words import in_pool, name_ranks, one_line
-from nbdist.world.recovery import healing_text
+from nbdist.world import inbox
+from nbdist.world.outcome_texts import healing_text
 from nbdist.world.result import raised
 from nbdist.world.states import WorldState
 from nbdist.world.world import World
@@ -108,10 +109,10 @@ class MagicCall:
         """
         if pool.world is None:
             return ()
-        session = pool.world.session
+        engine = pool.world.engine
         # In a subshell another thread may run a cell, and only that thread receives messages.
         is_beside = is_in_subshell(pool.shell)
-        return session.ask_from_thread(request) if is_beside else session.ask(request)
+        return engine.ask_from_thread(request) if is_beside else inbox.ask(engine, request)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -416,8 +417,9 @@ def _stopped(stop: KeyboardInterrupt, world: World | None) -> KeyboardInterrupt:
         recovery = "the workers are still shutting down; `%dist_shutdown` waits for them"
         return Interrupted((), outcome=recovery)
     if world.state is WorldState.BROKEN:
-        return Interrupted((), outcome=healing_text(world.session, range(world.size)))
-    if busy := world.session.unfinished:  # ranks run a job, which this Stop has not interrupted
+        return Interrupted((), outcome=healing_text(world.engine, range(world.size)))
+    # Ranks can run a job, which this Stop has not interrupted.
+    if busy := world.engine.task_table.unfinished:
         run = "runs" if len(busy) == 1 else "run"
         return Interrupted((), outcome=f"{name_ranks(busy)} still {run} another cell")
     return Interrupted(range(world.size) if world.state.has_workers else ())

@@ -118,7 +118,7 @@ class Completion:
         world = self._pools.world_of(magic.pool)
         if world is None:
             return None
-        is_theirs = root in WORKERS_OWN or bool(world.session.names.ranks_that_own(root))
+        is_theirs = root in WORKERS_OWN or bool(world.engine.names.ranks_that_own(root))
         if needs_root and root in self._pools.shell.user_ns and not is_theirs:
             return None
         answer = _ask(world, magic, question._replace(code=text))
@@ -137,7 +137,7 @@ class Completion:
         shell = self._pools.shell
         known_names = {**shell.user_ns}.keys() - shell.user_ns_hidden
         if answer is None:
-            known_names |= {*world.session.names.owners(), *WORKERS_OWN, *WORKERS_MODULES}
+            known_names |= {*world.engine.names.owners(), *WORKERS_OWN, *WORKERS_MODULES}
         completions = answer or Completions((), len(text) - len(root), len(text))
         present, begun = {each.text for each in completions.candidates}, text[completions.start :]
         names = sorted(name for name in known_names - present if root and name.startswith(begun))
@@ -212,7 +212,7 @@ def _ask(
         ranks = (*every,)
     until = time.monotonic() + TIMEOUT
     for each in (ranks, {*every}.difference(ranks)):
-        future = world.session.consult(question, each)
+        future = world.engine.consult(question, each)
         try:
             answer: Any = future.result(until - time.monotonic()) if future else None
         except (FutureTimeoutError, NbdistError):  # the agent may have ended
@@ -257,8 +257,8 @@ def choices(pools: Pools, command: Command, text: str, pool: str | None) -> tupl
             and not {*words} & {*each.option_strings}
         ]
     else:
-        owners = world.session.names.owners() if world else {}
-        names = [each for each in owners if world and not world.session.names.import_path(each)]
+        owners = world.engine.names.owners() if world else {}
+        names = [each for each in owners if world and not world.engine.names.import_path(each)]
         if command.name in ("dist_push", "dist_scatter"):
             names = [*{**shell.user_ns}.keys() - shell.user_ns_hidden]
         candidates = [Candidate(each, "instance") for each in sorted(names) if each not in words]

@@ -277,4 +277,4 @@ def world_links(pools: Iterable[Any]) -> Iterator[tuple[Link, str, Mapping[int, 
     for pool in pools:
         if pool.has_workers:
             title = f"pool {pool.own_name} · rank" if pool.own_name else "rank"
-            yield pool.world.session.link, title, pool.world.pids
+            yield pool.world.engine.connection.link, title, pool.world.pids

@@ -336,10 +336,10 @@ def hint_of(pool: Pool, name: str) -> str:
         return ""
     of_pool = "" if pool.name == DEFAULT_POOL else f" --pool {pool.name}"
     begin = f"begin the cell with %%distributed{of_pool}"
-    ranks = world.session.names.ranks_with(name)
+    ranks = world.engine.names.ranks_with(name)
     if ranks:
         text = f"`{name}` is on {name_ranks(ranks)}: {begin}"
-        if world.session.names.import_path(name):
+        if world.engine.names.import_path(name):
             return f"{text}, or import it here too"
         return f"{text}, or `%dist_gather{of_pool} {name}`"
     if name in WORKERS_MODULES:

@@ -149,18 +149,18 @@ def check_same(world: World, options: argparse.Namespace) -> None:
         for name, value in typed_options(options).items()
         if not OPTIONS[name].is_dynamic
     }
-    if "n" in typed and (size := world.session.resolve(typed.pop("n"))) != world.size:
-        pool = world.session.config.pool
+    if "n" in typed and (size := world.engine.resolve(typed.pop("n"))) != world.size:
+        pool = world.engine.config.pool
         raise WorldSizeMismatch(world.size, size, "" if pool == DEFAULT_POOL else pool)
     # If an option was not typed at the start, compare with the value that the start has chosen.
-    session = world.session
-    chosen = {"backend": session.backend, "name": session.spec.name}
+    engine, table = world.engine, world.engine.rank_table
+    chosen = {"backend": table.backend, "name": table.spec.name}
     # Unless `-n` is a number, there is a worker for each place of `-j`.
-    is_full = not isinstance(session.config.n, int)
-    chosen["layout"] = (is_full and session.config.layout) or session.layout
-    chosen["launcher"] = session.config.launcher_name
+    is_full = not isinstance(engine.config.n, int)
+    chosen["layout"] = (is_full and engine.config.layout) or table.layout
+    chosen["launcher"] = engine.config.launcher_name
     for name, new in typed.items():
-        option, old = OPTIONS[name], chosen.get(name, getattr(session.config, name))
+        option, old = OPTIONS[name], chosen.get(name, getattr(engine.config, name))
         if name == "env":
             new = {key: text for key, text in new.items() if old.get(key) != text}
             old = {key: old[key] for key in new if key in old}

@@ -27,8 +27,8 @@ from nbdist.values.pickling import unpickle
 from nbdist.wire.ops import Brought
 from nbdist.wire.work import OpCall, Task
 from nbdist.words import one_line, size_text
+from nbdist.world.engine import Engine
 from nbdist.world.name_table import list_names
-from nbdist.world.session import Session
 from nbdist.world.snapshot_store import Snapshot
 from nbdist.world.task_run import TaskRun
 
@@ -92,7 +92,7 @@ class Elsewhere(str):
 
 
 def last_values(
-    session: Session, running: TaskRun, fetch: Callable[[Task], Mapping[int, Brought]]
+    engine: Engine, running: TaskRun, fetch: Callable[[Task], Mapping[int, Brought]]
 ) -> LastValues:
     """Return the last value of a cell that has ended, for each rank that succeeded.
 
@@ -114,11 +114,11 @@ def last_values(
             problem = one_line(f"{type(error).__name__}: {error}")
             unread[track.rank] = f"cannot be read in the notebook: {problem}"
             values[track.rank] = Elsewhere(f"<{unread[track.rank]}>")
-    return LastValues(values, partial(_fetch_values, session, running, fetch, unread))
+    return LastValues(values, partial(_fetch_values, engine, running, fetch, unread))
 
 
 def _fetch_values(
-    session: Session,
+    engine: Engine,
     running: TaskRun,
     fetch: Callable[[Task], Mapping[int, Brought]],
     unread: Mapping[int, str],
@@ -126,10 +126,10 @@ def _fetch_values(
 ) -> dict[int, Any]:
     if problem := next((unread[rank] for rank in ranks if rank in unread), ""):
         raise ValueLost((rank for rank in ranks if unread.get(rank) == problem), problem)
-    pids = session.pids
+    pids = engine.rank_table.pids
     if new := [rank for rank in ranks if pids.get(rank) != running.members.pids.get(rank)]:
         raise ValueLost(new, "is gone with its worker")
-    task = session.task(OpCall("values.last_value", {"of": running.task.id}), ranks=ranks)
+    task = engine.task(OpCall("values.last_value", {"of": running.task.id}), ranks=ranks)
     answers = fetch(task)
     packed = {rank: each.packed for rank, each in answers.items() if each.packed is not None}
     try:
@@ -137,11 +137,12 @@ def _fetch_values(
             problem, lack = next(iter(fold_ranks(lacking).items()))
             raise ValueLost(lack, problem)
         return {
-            rank: unpickle(open_payload(each), session.namespace) for rank, each in packed.items()
+            rank: unpickle(open_payload(each), engine.names.namespace)
+            for rank, each in packed.items()
         }
     finally:
-        session.release_lent_values(task, packed)
-        session.release_lent_values(running.task, packed)
+        engine.connection.release_lent_values(task, packed)
+        engine.connection.release_lent_values(running.task, packed)
 
 
 # --- the last failure -----------------------------------------------------------------------------

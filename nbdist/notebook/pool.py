@@ -36,9 +36,12 @@ from nbdist.notebook.rich_output import WidgetRelay
 from nbdist.output.events import Died, RankError
 from nbdist.topology import parse_ranks
 from nbdist.words import count, name_ranks, one_line
+from nbdist.world import dispatch, inbox, lifecycle, restarts
 from nbdist.world.agent_link import Link
+from nbdist.world.engine import NotebookHooks
 from nbdist.world.name_table import list_names
-from nbdist.world.recovery import healing_text, record_changes, scaled_text
+from nbdist.world.outcome_texts import healing_text, scaled_text
+from nbdist.world.recovery import record_changes
 from nbdist.world.snapshot_store import SnapshotStore, owner_of, root_folder
 from nbdist.world.spec import default_log_dir
 from nbdist.world.states import Machines, WorldState, size_text
@@ -103,17 +106,17 @@ class Pool:
         world = self.world
         if world is None or not world.state.has_workers:
             return "no workers are running · `%%distributed -n 4` or `%dist_init -n 4` starts them"
-        session, workers = world.session, count(world.size, "worker")
-        shape = "" if session.layout.startswith("1x") else f" as {session.layout}"
-        parts = [f"{self._title}{workers}{shape} on {session.machines}", session.backend]
-        return " · ".join(filter(None, [*parts, world.state.value, session.config.name]))
+        table, workers = world.engine.rank_table, count(world.size, "worker")
+        shape = "" if table.layout.startswith("1x") else f" as {table.layout}"
+        parts = [f"{self._title}{workers}{shape} on {table.machines}", table.backend]
+        return " · ".join(filter(None, [*parts, world.state.value, world.engine.config.name]))
 
     @property
     def ready_text(self) -> str:
         """A line such as `4 workers ready · gloo`, after the pool's name if the pool is named."""
         assert self.world is not None
         workers = count(self.world.size, "worker")
-        return f"{self._title}{workers} ready · {self.world.session.backend}"
+        return f"{self._title}{workers} ready · {self.world.engine.rank_table.backend}"
 
     @property
     def own_name(self) -> str:
@@ -138,11 +141,11 @@ class Pool:
         """
         if self.world is None:
             return {}
-        session = self.world.session
-        logs = {rank: f"{folder}/stdout.log" for rank, folder in session.logs.items() if folder}
-        if not session.is_elsewhere:
+        table = self.world.engine.rank_table
+        logs = {rank: f"{folder}/stdout.log" for rank, folder in table.logs.items() if folder}
+        if not table.is_elsewhere:
             return logs
-        return {rank: f"{session.machines.name(rank)}:{file}" for rank, file in logs.items()}
+        return {rank: f"{table.machines.name(rank)}:{file}" for rank, file in logs.items()}
 
     def display(self, *, is_quiet: bool = False) -> CellDisplay:
         """Make a display for output of this pool below the notebook cell that runs now."""
@@ -179,13 +182,16 @@ class Pool:
             on = parse_ranks(ranks, self.world.size)
         if (world := self.heal_world(display, on)) is not None:
             check_same(world, options)
-            world.session.on_failure = options.on_failure or world.session.on_failure
-            if options.detach and not world.session.config.detach:
-                world.session.config = world.session.config.with_changes(detach=True)
-                world.session.remember()
+            engine = world.engine
+            if options.on_failure:
+                engine.config = engine.config.with_changes(on_failure=options.on_failure)
+            if options.detach and not engine.config.detach:
+                engine.config = engine.config.with_changes(detach=True)
+                engine.remember()
             return world
         world = self._make_world(typed_options(options))
-        world.session.spec = replace(world.session.spec, for_training=for_training)
+        table = world.engine.rank_table
+        table.spec = replace(table.spec, for_training=for_training)
         self._start(world, display)
         return world
 
@@ -213,7 +219,7 @@ class Pool:
         if self.world is None or self.world.state is WorldState.STOPPED:
             return None
         before, self.shown_size = self.shown_size, self.world.size
-        moved = self.world.session.pop_renumbering()
+        moved = self.world.engine.rank_table.pop_renumbering()
         if before != self.shown_size or moved:
             display.add_note(size_text(self.shown_size, moved))
         return self.world
@@ -227,18 +233,18 @@ class Pool:
         only if one of these ranks still runs the cell, or if the process group is broken.  Raises
         RanksNotStopped if ranks have not left the cell in time, and Interrupted after another Stop.
         """
-        if (running := world.session.stopped_task(among)) is None:
+        if (running := dispatch.stopped_run(world.engine, among)) is None:
             return
         if running.unfinished:
             ranks = name_ranks(running.unfinished)
             display.show_status(f"waiting for {ranks} to leave the stopped cell …")
         try:
-            damage = world.session.wait_for_stop(among)
+            damage = dispatch.wait_for_stop(world.engine, among)
         except KeyboardInterrupt:
             verb = "was" if len(running.unfinished) == 1 else "were"
             again = f"{name_ranks(running.unfinished)} {verb} interrupted again"
             raise Interrupted((), f"this cell has not run; {again}") from None
-        if running.unfinished:  # raise here: `Session.submit` would first wait once more
+        if running.unfinished:  # raise here: `dispatch.submit` would first wait once more
             raise running.not_stopped
         self.past_cells.add_to_display(running.transcript, running.pop_outputs())
         if damage:
@@ -265,34 +271,34 @@ class Pool:
             self._start(self._make_world(changes), display)
             return ()
         display.show_status("restarting")
-        names = world.session.names  # a start makes a new table, which the code below notices
+        names = world.engine.names  # a start makes a new table, which the code below notices
         try:
-            kept_names = world.session.restart(keep=keep, **changes)
+            kept_names = restarts.restart(world.engine, keep=keep, **changes)
         except StartError as error:
             self.last_failure = failure_of_start(error)
             raise
         finally:  # even if the restart raises: the old workers may have ended all the same
             if not world.state.has_workers:
                 self._end_lost_jobs("its workers were ended")
-                if kept := world.session.kept.names:
+                if kept := world.engine.kept.names:
                     display.add_note(f"{list_names(kept)}: {KEPT_BY_RESTART}")
-            elif world.session.names is not names:
+            elif world.engine.names is not names:
                 self._end_lost_jobs("its workers were restarted")
                 self._use_world(world)
-        warning = world.session.warning if changes else ""
-        for text in filter(None, (warning, world.session.folder_note)):
+        warning = world.engine.start_notes.warning if changes else ""
+        for text in filter(None, (warning, world.engine.start_notes.folder_note)):
             display.add_note(text)
         return kept_names
 
     def shutdown(self) -> str:
         """End the workers and the agent; return a line on the result, or "" without workers."""
         had_workers = self.has_workers
-        if self.world is not None and (widgets := self.world.session.widgets) is not None:
+        if self.world is not None and (widgets := self.world.engine.outputs.widgets) is not None:
             widgets.end()
             self.show_late()
         self._end("its workers were shut down")
-        problem = self.world.session.shutdown() if self.world is not None else ""
-        # Forget the world only after `session.shutdown`: if Stop interrupts the wait for the
+        problem = lifecycle.shutdown(self.world.engine) if self.world is not None else ""
+        # Forget the world only after `lifecycle.shutdown`: if Stop interrupts the wait for the
         # workers' end, the next `%dist_shutdown` needs the world.
         self.world = None
         return (
@@ -304,8 +310,8 @@ class Pool:
         self._end("the notebook has ended")
         world, self.world = self.world, None
         if world is not None:
-            stays = world.session.config.detach and world.state.has_workers
-            if (link := world.session.detach_link()) is not None:
+            stays = world.engine.config.detach and world.state.has_workers
+            if (link := world.engine.connection.detach()) is not None:
                 link.detach() if stays else link.close()
 
     def _end(self, why: str) -> None:
@@ -322,28 +328,29 @@ class Pool:
             link.close()
 
     def _make_world(self, changes: Mapping[str, Any]) -> World:
-        config = self.world.session.config if self.world else WorldConfig(pool=self.name)
+        config = self.world.engine.config if self.world else WorldConfig(pool=self.name)
         world = World(**vars(config.with_changes(**changes)))
         # In an embedded shell the user's variables are not those of the module `__main__`.
-        world.session.namespace = self.shell.user_ns
-        if self.prestarted is not None and world.session.config.launcher_name == LOCAL:
-            world.session.adopt(self.prestarted)
+        world.engine.names.namespace = self.shell.user_ns
+        if self.prestarted is not None and world.engine.config.launcher_name == LOCAL:
+            world.engine.connection.adopt(self.prestarted)
             self.prestarted = None
         return world
 
     def _start(self, world: World, display: CellDisplay) -> None:
-        if world.session.warning:
-            display.add_note(world.session.warning, stays=False)
+        if warning := world.engine.start_notes.warning:
+            display.add_note(warning, stays=False)
         display.show_status(f"starting {count(world.size, 'worker')} …")
         try:
-            for text in filter(None, world.session.starting_texts()):
+            for text in filter(None, lifecycle.starting_texts(world.engine)):
                 display.show_status(text)
         except KeyboardInterrupt:
             raise Interrupted(()) from None
         except StartError as error:
             self.last_failure = failure_of_start(error)
             raise
-        for text in (*world.session.missing, world.session.folder_note):
+        notes = world.engine.start_notes
+        for text in (*notes.missing, notes.folder_note):
             if text:
                 display.add_note(text.rstrip("."))
         self._use_world(world)
@@ -352,10 +359,9 @@ class Pool:
         if self.world is world:
             self.show_late()  # mark lost widgets in past cells before `forget` drops their displays
         self.world, self.shown_size = world, world.size
-        world.session.wait_until_free = self._wait_until_free
-        world.session.step_others = self.step_jobs
+        world.engine.hooks = NotebookHooks(self._wait_until_free, self.step_jobs)
         is_page = hasattr(self.shell, "kernel") and has_panels(self.shell, self._pools.settings)
-        world.session.shows_widgets = is_page
+        world.engine.outputs.shows_widgets = is_page
         self.past_cells.forget()
         self._watch_while_idle()
 
@@ -365,16 +371,17 @@ class Pool:
         `read` are the names that the cell used.  Each variable is named once.  Does nothing while
         the workers are busy.
         """
-        names, session = self.world.session.names, self.world.session  # type: ignore[union-attr]
+        names, engine = self.world.engine.names, self.world.engine  # type: ignore[union-attr]
         notebook_names = [n for n in read if n in self.shell.user_ns and n not in self.gathered]
         shared = [
             name for name in notebook_names if names.record(name) or names.ranks_that_assigned(name)
         ]
-        if not shared or not session.is_idle or self.jobs or session.state is not WorldState.READY:
+        is_busy = not engine.task_table.is_idle or bool(self.jobs)
+        if not shared or is_busy or engine.state is not WorldState.READY:
             return
         if names.objects.have_run and any(map(names.record, shared)):
             with suppress(KeyboardInterrupt):  # the cell has ended, so Stop ends only this check
-                record_changes(session, session.everyone)
+                record_changes(engine, engine.rank_table.everyone)
         for name in shared:
             is_other = bool(names.ranks_that_assigned(name)) or names.is_changed(name)
             if is_other and names.is_first_notice(f"{name} here"):
@@ -397,7 +404,7 @@ class Pool:
         self.gathered.add(values)
         if self.world is not None:
             for name in values:
-                self.world.session.names.record_gathered(name, ranks if name in rank_names else ())
+                self.world.engine.names.record_gathered(name, ranks if name in rank_names else ())
 
     def watch_prompt(self) -> None:
         """Watch the workers while a terminal's prompt is open.
@@ -408,16 +415,17 @@ class Pool:
         self._idle.update()
 
     def _watch_while_idle(self) -> None:
-        self._idle.follow(self.world.session.link if self.world and self.has_workers else None)
+        world = self.world if self.has_workers else None
+        self._idle.follow(world.engine.connection.link if world else None)
 
     def show_widgets(self) -> None:
         """Pass the new messages of the ranks' widgets to the page, and mark lost widgets."""
-        if self.world is None or (widgets := self.world.session.widgets) is None:
+        if self.world is None or (widgets := self.world.engine.outputs.widgets) is None:
             return
         if self._widgets is None or self._widgets.widgets is not widgets:
             if self._widgets is not None:
                 self._widgets.close()
-            self._widgets = WidgetRelay(self.shell, widgets, self.world.session)
+            self._widgets = WidgetRelay(self.shell, widgets, self.world.engine)
         self._widgets.show()
         if widgets.ended_widgets:
             lost, widgets.ended_widgets = widgets.ended_widgets, {}
@@ -431,7 +439,7 @@ class Pool:
         """
         if self.world is not None:
             self.show_widgets()
-            self.past_cells.receive(self.world.session.pop_late_outputs())
+            self.past_cells.receive(self.world.engine.outputs.pop_late())
             if running is not None and self.past_cells.has_changes:
                 running.pause()
             self.past_cells.show(self.log_files(), at_once=at_once)
@@ -449,7 +457,7 @@ class Pool:
     @property
     def _stopped(self) -> TaskRun | None:
         """The cell that Stop has ended in the notebook although ranks still ran it, or None."""
-        return self.world.session.stopped_task() if self.world else None
+        return dispatch.stopped_run(self.world.engine) if self.world else None
 
     def end_cell(self, running: TaskRun, display: CellDisplay) -> None:
         """Record a cell that has ended, so that later output of its ranks is added to it."""
@@ -464,38 +472,39 @@ class Pool:
         """
         world = self.world
         if world is not None and (stopped := self._stopped) is not None:
-            world.session.receive_waiting()
+            inbox.receive_waiting(world.engine)
             self.past_cells.add_to_display(stopped.transcript, stopped.pop_outputs())
             self.past_cells.update(stopped.transcript)
             self.past_cells.show(self.log_files(), at_once=not stopped.unfinished)
-        elif world is not None and world.session.is_idle and world.state.has_workers:
+        elif world is not None and world.engine.task_table.is_idle and world.state.has_workers:
             display = self.display()
             self._heal_between_cells(world, display)
             self.show_late()
             for text in () if display.can_change else self.past_cells.pop_texts():
                 display.add_note(text)
-            if world.session.lost is not None:
-                display.add_note(str(world.session.lost))
+            if world.engine.connection.lost is not None:
+                display.add_note(str(world.engine.connection.lost))
 
     def _heal_between_cells(self, world: World, display: CellDisplay) -> None:
         """Replace workers that died while no cell ran, and start workers on machines that joined.
 
         Notes on the display say which ranks died and which machines joined.
         """
-        world.session.receive_waiting()
-        if not world.session.is_idle:
+        inbox.receive_waiting(world.engine)
+        if not world.engine.task_table.is_idle:
             return
-        machines, dead = world.session.machines, dict(world.session.dead)
-        joined = list_names(world.session.joined)
-        problem, kept = "", list_names(world.session.kept.names)
+        table = world.engine.rank_table
+        machines, dead = table.machines, dict(table.dead)
+        joined = list_names(table.joined)
+        problem, kept = "", list_names(world.engine.kept.names)
         try:
-            world.session.heal()
+            dispatch.make_whole(world.engine)
         except NbdistError as error:
             problem = f"{kept} could not be given back: {one_line(str(error))}"
-        if joined and not world.session.joined:
-            display.add_note(f"{joined} came · {scaled_text(world.session)}")
+        if joined and not table.joined:
+            display.add_note(f"{joined} came · {scaled_text(world.engine)}")
             self.shown_size = world.size
-        dead = {rank: died for rank, died in dead.items() if rank not in world.session.dead}
+        dead = {rank: died for rank, died in dead.items() if rank not in table.dead}
         self.note_deaths(world, display, machines, dead)
         if problem:
             display.add_note(problem)
@@ -506,12 +515,12 @@ class Pool:
         """Note on the display which ranks died outside of a cell and were replaced.
 
         `machines` are the machines of the ranks before they were replaced.  The ranks in `dead` are
-        noted, and those that other calls have replaced meanwhile (`Session.pop_replaced`).
+        noted, and those that other calls have replaced meanwhile (`RankTable.pop_replaced`).
         """
-        dead = {**dead, **world.session.pop_replaced()}
+        dead = {**dead, **world.engine.rank_table.pop_replaced()}
         self.note_ends(dead, machines, display)
         if dead:
-            display.add_note(healing_text(world.session, dead).rstrip("."))
+            display.add_note(healing_text(world.engine, dead).rstrip("."))
             if self.routine.hint:
                 display.add_note(self.routine.hint)
 
@@ -520,7 +529,7 @@ class Pool:
 
         Leaves out ranks that a requested restart has killed, and deaths that a cell has reported.
         """
-        told = self.world.session.told_deaths if self.world is not None else set()
+        told = self.world.engine.rank_table.told_deaths if self.world is not None else set()
         for rank, died in dead.items():
             if not (died.by_restart or died.pid in told):
                 log = self.log_files().get(rank, "")
@@ -559,8 +568,8 @@ class Pool:
         If the process group is broken, that is any job: only idle ranks can form the group again.
         """
         if self.world is not None:
-            self.world.session.receive_waiting()
-            if self.world.session.is_broken:
+            inbox.receive_waiting(self.world.engine)
+            if self.world.engine.is_broken:
                 ranks = None
         for job in self.jobs:
             if ranks is None or not {*job.ranks}.isdisjoint(ranks):
@@ -568,7 +577,7 @@ class Pool:
         return None
 
     def _wait_until_free(self, ranks: Collection[int]) -> None:
-        """Wait for jobs on these ranks before a task is sent there (`Session.submit`)."""
+        """Wait for jobs on these ranks before a task is sent there (`dispatch.submit`)."""
         # The step of a job can send a task.  A wait in that step would never end, because the job
         # makes no progress until the step returns.
         if not self.jobs or any(job.is_stepping for job in self._jobs):
@@ -720,7 +729,7 @@ class Pools:
                 assigned = [name for name in bound if name not in self.gathered]
                 if not is_theirs:
                     surely = names_certainly_bound(python) if python and result.success else ()
-                    pool.world.session.names.record_assigned(assigned, surely)
+                    pool.world.engine.names.record_assigned(assigned, surely)
                 if python and result.success:
                     pool.note_other_values(names_used(python))
 
@@ -733,7 +742,7 @@ class Pools:
         """
         for pool in self:
             if pool.world is not None:
-                pool.world.session.kernel_exiting.set()
+                pool.world.engine.connection.kernel_exiting.set()
         return original(*args, **kwargs)
 
     def close(self) -> None:

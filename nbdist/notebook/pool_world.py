@@ -23,7 +23,7 @@ from nbdist.notebook.pool import Pool
 from nbdist.system.processes import WORKER_PID
 from nbdist.topology import RankSelection
 from nbdist.words import in_pool
-from nbdist.world.session import Session
+from nbdist.world.engine import Engine
 from nbdist.world.states import WorldState
 from nbdist.world.world import World
 
@@ -43,21 +43,21 @@ class PoolWorld(World):
     does not end the workers, since they belong to the notebook.
     """
 
-    def __init__(self, pool: Pool, session: Session) -> None:
+    def __init__(self, pool: Pool, engine: Engine) -> None:
         self._pool = pool
-        self._last_session = session
+        self._last_engine = engine
 
     @property
-    def session(self) -> Session:  # type: ignore[override]
-        """The session of the pool's world; without workers, the last session."""
+    def engine(self) -> Engine:  # type: ignore[override]
+        """The engine of the pool's world; without workers, the last engine."""
         if self._pool.world is not None:
-            self._last_session = self._pool.world.session
-        return self._last_session
+            self._last_engine = self._pool.world.engine
+        return self._last_engine
 
     @property
-    def _ready(self) -> Session:
+    def _ready(self) -> Engine:
         self._wait_until_free(None)
-        return self.session
+        return self.engine
 
     def _select(self, ranks: RankSelection | None, rank: int | None) -> tuple[int, ...]:
         on = super()._select(ranks, rank)
@@ -139,7 +139,7 @@ def current_world(pool: str = "") -> World:
     if not _has_world(chosen):
         _start(chosen)
     assert chosen.world is not None
-    return PoolWorld(chosen, chosen.world.session)
+    return PoolWorld(chosen, chosen.world.engine)
 
 
 def _has_world(pool: Pool) -> bool:

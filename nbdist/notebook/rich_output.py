@@ -32,7 +32,7 @@ from nbdist.output.transcript import Transcript
 from nbdist.system.folders import PRIVATE_FILE, make_private, whole_file
 from nbdist.wire.messages import ToWidget
 from nbdist.words import format_ranks, in_pool, name_ranks
-from nbdist.world.session import Session
+from nbdist.world.engine import Engine
 from nbdist.world.spec import default_log_dir
 
 if TYPE_CHECKING:  # most notebooks have no widgets
@@ -192,9 +192,9 @@ class WidgetRelay:
     Until a relay is closed, it also answers pages that ask for the state of all widgets.
     """
 
-    def __init__(self, shell: InteractiveShell, widgets: Widgets, session: Session) -> None:
+    def __init__(self, shell: InteractiveShell, widgets: Widgets, engine: Engine) -> None:
         self.widgets = widgets
-        self._session = session
+        self._engine = engine
         self._shell = shell
         self._manager: Any = shell.kernel.comm_manager  # type: ignore[attr-defined]
         self._open: dict[str, Any] = {}
@@ -267,7 +267,7 @@ class WidgetRelay:
             self._send(rank, comm)
 
     def _send(self, rank: int, comm: Comm) -> None:
-        link = self._session.link
+        link = self._engine.connection.link
         if link.is_up:
             link.send(ToWidget(rank, comm))
 

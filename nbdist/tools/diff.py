@@ -56,7 +56,7 @@ def _compare_expression(line: MagicCall, expression: str) -> CommandOutput | str
     failed = {rank: each for rank, each in looked.items() if each.missing or each.problem}
     if len(failed) == len(looked) or any(each.problem for each in failed.values()):
         refused = {r: Brought(expression, None, e.missing, e.problem) for r, e in failed.items()}
-        if error := missing_error(line.world.session, refused):
+        if error := missing_error(line.world.engine, refused):
             raise error
     comparison = Comparison(expression, looked)
     for reference, (others, paths) in comparison.to_compare().items():
@@ -87,7 +87,7 @@ def distances(
             pool, world, world.task(OpCall("diff.compare", given), ranks=tuple(others))
         )
     finally:
-        world.session.release_lent_values(lending, (reference,))
+        world.engine.connection.release_lent_values(lending, (reference,))
 
 
 @dataclass

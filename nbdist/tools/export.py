@@ -70,7 +70,7 @@ def dist_export(line: MagicCall) -> CommandOutput:
     # Cells that auto mode sent to the ranks are in the history of IPython too, but they have bound
     # nothing in the notebook.  For such cells `auto.ran` has the code that the notebook ran.
     cells = Statements(line.auto.ran.get(number, source) for number, source in enumerate(history))
-    past, names = world.session.past, world.session.names
+    past, names = world.engine.past, world.engine.names
     composer = Composer(past, names, cells, shell.transform_cell)
     script = composer.compose(path, world.size, *group_of(world))
     if not script.cells:
@@ -148,12 +148,12 @@ def group_of(world: World) -> tuple[str, tuple[str, ...]]:
     The settings are those of the world.  The backend is "" if the script shall choose gloo or nccl
     by the ranks' device, and "none" for no process group.
     """
-    config, omitted = world.session.config, []
+    config, omitted = world.engine.config, []
     if given := given_environ(config):
         omitted.append(f"the environment of the workers: {', '.join(sorted(given))}")
     if config.gpus:
         omitted.append(f"the choice of GPUs {config.gpus}: set CUDA_VISIBLE_DEVICES")
-    backend = "none" if world.session.spec.backend is None else config.backend or ""
+    backend = "none" if world.engine.rank_table.spec.backend is None else config.backend or ""
     return backend, tuple(omitted)
 
 

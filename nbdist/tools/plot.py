@@ -17,6 +17,7 @@ from nbdist.notebook.display import CommandOutput
 from nbdist.output.curves import Curves
 from nbdist.output.html_parts import panel
 from nbdist.words import one_line
+from nbdist.world import inbox
 from nbdist.world.name_table import list_names
 
 NOTHING_TRACKED = (
@@ -36,10 +37,10 @@ def dist_plot(line: MagicCall) -> CommandOutput | str:
     """
     world = line.pool.world
     if world is not None:
-        world.session.receive_waiting()
-    if world is None or not world.session.curves.by_name:
+        inbox.receive_waiting(world.engine)
+    if world is None or not world.engine.outputs.curves.by_name:
         return NOTHING_TRACKED
-    curves = world.session.curves
+    curves = world.engine.outputs.curves
     names = choose_curves(curves, line.options.names)
     # Imported late: `%load_ext`, which must be fast, loads this file for its option.
     from nbdist.output.chart import curves_html, curves_text

@@ -49,7 +49,7 @@ def dist_timeline(line: MagicCall) -> CommandOutput | str:
     notes = [" · ".join(timeline.operations[:4])]
     if hidden_count := len(timeline.rows) - len(rows):
         notes.insert(0, count(hidden_count, "more rank"))
-    if "nccl" in line.world.session.backend:
+    if "nccl" in line.world.engine.rank_table.backend:
         notes.append(ON_GPUS)
     return below([*shown, *map(block, filter(None, notes))])
 

@@ -1,8 +1,8 @@
 """The connection from the notebook's process to the agent or head of a world.
 
-`Workers` and `Session` use the link.  A thread of the link sends and receives all messages; other
-threads only wait for queues and futures.  So a KeyboardInterrupt in the main thread cannot break
-off the sending or receiving of a message.
+`AgentConnection` has the link of a world.  A thread of the link sends and receives all messages;
+other threads only wait for queues and futures.  So a KeyboardInterrupt in the main thread cannot
+break off the sending or receiving of a message.
 """
 
 from __future__ import annotations

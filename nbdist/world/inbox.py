@@ -1,17 +1,15 @@
 """Handles the messages of a world's agent: changes the tables, the state and the running tasks.
 
-Runs in the notebook's process, on the thread that made the world.  The functions act on `Workers`;
-`Session` has them as methods.
+Runs in the notebook's process, on the thread that made the world.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbdist.errors import AgentLost, UsageError
 from nbdist.output.events import (
-    Comm,
     Died,
     Done,
     Failure,
@@ -24,16 +22,12 @@ from nbdist.output.events import (
     Warned,
 )
 from nbdist.wire import messages
-from nbdist.wire.messages import BatchAcknowledged, SendInput
+from nbdist.wire.messages import BatchAcknowledged, RequestBody, SendInput
 from nbdist.wire.work import InputReply
+from nbdist.world.engine import Engine
 from nbdist.world.result import hand_over
 from nbdist.world.sent_objects import NOTHING_SENT
 from nbdist.world.states import NO_INPUT, Event
-from nbdist.world.workers import Workers
-
-if TYPE_CHECKING:
-    from nbdist.output.events import Output
-
 
 ITEMS_FROM_WORLD = (
     "the items of World.map come from code that uses the world itself, which is busy with the map: "
@@ -42,81 +36,95 @@ ITEMS_FROM_WORLD = (
 NO_ITEMS = "the notebook that called World.map has ended, so no rank can get further items"
 
 
-def receive(workers: Workers, timeout: float) -> None:
+def receive(engine: Engine, timeout: float) -> None:
     """Wait at most `timeout` seconds for a message, then handle all messages that have arrived."""
-    workers.link.wait(timeout)
-    receive_waiting(workers)
+    engine.connection.link.wait(timeout)
+    receive_waiting(engine)
 
 
-def receive_waiting(workers: Workers) -> None:
+def receive_waiting(engine: Engine) -> None:
     """Handle the messages that have arrived, but not messages that arrive meanwhile.
 
     So the function returns even if ranks print without end.
     """
-    if (link := workers.link_or_none) is None:
+    if (link := engine.connection.link_or_none) is None:
         return
-    if workers.is_reading_items:
+    if engine.task_table.is_reading_items:
         raise UsageError(ITEMS_FROM_WORLD)
     for _ in range(len(link.arrived)):
         match link.arrived[0]:
             case AgentLost() as lost:
-                handle_agent_loss(workers, lost)
+                handle_agent_loss(engine, lost)
             case BatchAcknowledged() as batch:
                 link.acknowledge(batch)
             case messages.NodeJoined(host):
-                workers.joined[host] = None
+                engine.rank_table.joined[host] = None
             case (rank, task_id, output):
-                _handle_output(workers, rank, task_id, output)
+                _handle_output(engine, rank, task_id, output)
             case message:
-                _advance_state(workers, message)
-                for run in workers.known_runs:
+                _advance_state(engine, message)
+                for run in engine.task_table.known_runs:
                     run.handle_message(message, time.monotonic())
         link.arrived.popleft()
-        if workers.link_or_none is not link:
+        if engine.connection.link_or_none is not link:
             return
 
 
-def _advance_state(workers: Workers, message: messages.Up) -> None:
+def ask(engine: Engine, request: RequestBody) -> Any:
+    """Ask the agent about its ranks, also while they are busy, and return the reply.
+
+    Returns an empty tuple if there are no workers or if the agent has ended.
+    """
+    receive_waiting(engine)
+    if not engine.state.has_workers:
+        return ()
+    try:
+        return engine.rank_table.with_host_names(engine.connection.link.call(request))
+    except AgentLost as lost:
+        handle_agent_loss(engine, lost)
+        return ()
+
+
+def _advance_state(engine: Engine, message: messages.Up) -> None:
     """Change the state of the world if the agent aborts collectives."""
-    is_abort = isinstance(message, messages.Aborted) and bool(workers.known_runs)
-    if isinstance(message, messages.Decided) and workers.find_run(message.task_id) is not None:
+    is_abort = isinstance(message, messages.Aborted) and bool(engine.task_table.known_runs)
+    if isinstance(message, messages.Decided) and engine.task_table.find_run(message.task_id):
         is_abort = message.decision is messages.Decision.ABORT
     if is_abort:
-        workers.advance(Event.ABORTED)
+        engine.advance(Event.ABORTED)
 
 
-def handle_agent_loss(workers: Workers, lost: AgentLost) -> None:
+def handle_agent_loss(engine: Engine, lost: AgentLost) -> None:
     """Record that the agent and its workers have ended, and close the link."""
-    workers.lost = lost
-    if workers.widgets is not None:
-        workers.widgets.end()
-    for run in workers.known_runs:
+    engine.connection.lost = lost
+    engine.outputs.end_widgets()
+    for run in engine.task_table.known_runs:
         run.handle_agent_loss(lost)
-    workers.advance(Event.AGENT_LOST)
-    workers.close_link()
+    engine.advance(Event.AGENT_LOST)
+    engine.connection.close()
 
 
-def _handle_output(workers: Workers, rank: int, task_id: str, output: Any) -> None:
+def _handle_output(engine: Engine, rank: int, task_id: str, output: Any) -> None:
     """Pass a rank's output to log handlers, widgets, the world's tables or the rank's task."""
     if isinstance(output, Record):
-        host = workers.machines.name(rank) or output.host
-        hand_over(output._replace(host=host), is_shown=workers.config.show)
+        host = engine.rank_table.machines.name(rank) or output.host
+        hand_over(output._replace(host=host), is_shown=engine.config.show)
         return
-    if workers.widgets is not None or isinstance(output, Comm):
-        output = _pass_to_widgets(workers, rank, output)
-        if output is None:
-            return
-    running = workers.find_run(task_id)
+    output = engine.outputs.pass_to_widgets(rank, output)
+    if output is None:
+        return
+    tasks, connection = engine.task_table, engine.connection
+    running = tasks.find_run(task_id)
     if isinstance(output, Died):
-        workers.dead[rank] = output
-        workers.advance(Event.RANK_DIED)
+        engine.rank_table.dead[rank] = output
+        engine.advance(Event.RANK_DIED)
         if running is not None:
-            workers.failed_runs.append(running)
+            tasks.failed_runs.append(running)
     if isinstance(output, Tracked):
-        output = workers.curves.with_continued_steps(task_id, output)
-        workers.curves.add(rank, task_id, output, workers.size)
+        output = engine.outputs.curves.with_continued_steps(task_id, output)
+        engine.outputs.curves.add(rank, task_id, output, engine.size)
         if running is not None:
-            running.transcript.curves.add(rank, task_id, output, workers.size)
+            running.transcript.curves.add(rank, task_id, output, engine.size)
         return
     if isinstance(output, Warned):
         if running is not None:
@@ -124,47 +132,33 @@ def _handle_output(workers: Workers, rank: int, task_id: str, output: Any) -> No
         return
     if isinstance(output, Visible) and not task_id:
         # Output of a rank after its cell counts as output of the cell while others still run it.
-        running = next((run for run in workers.runs if run.waits_after(rank)), None)
+        running = next((run for run in tasks.runs if run.waits_after(rank)), None)
     if isinstance(output, Done):
         is_received = running is not None and output.received
         received = running.received_parcel(rank) if running and is_received else NOTHING_SENT
-        workers.names.record_finished(rank, output, received, running.sent_at if running else None)
+        engine.names.record_finished(rank, output, received, running.sent_at if running else None)
     if isinstance(output, ItemsWanted):
         answer = running.answer_items if running is not None else None
         refusal = InputReply(output.number, problem=NO_ITEMS)
-        workers.is_reading_items = True
+        tasks.is_reading_items = True
         try:
             reply = answer(rank, output, time.monotonic()) if answer is not None else refusal
         finally:
-            workers.is_reading_items = False
-        workers.link.send(SendInput(rank, reply))
+            tasks.is_reading_items = False
+        connection.link.send(SendInput(rank, reply))
         return
     if running is None:
         if isinstance(output, InputRequest):
-            workers.link.send(SendInput(rank, InputReply(output.number, problem=NO_INPUT)))
+            refusal = InputReply(output.number, problem=NO_INPUT)
+            connection.link.send(SendInput(rank, refusal))
         elif not isinstance(output, TransferProgress):
-            workers.late.append((rank, output))
+            engine.outputs.add_late(rank, output)
     elif isinstance(output, TransferProgress):
         running.moved[rank] = output
     else:
         # If an abort, a death or gloo itself has closed connections, the group is broken.
         if isinstance(output, Failure) and output.connections and running.rules.has_group:
-            workers.advance(Event.ABORTED)
+            engine.advance(Event.ABORTED)
         if running.is_of_earlier_task(rank, output):
-            workers.late.append((rank, output))
+            engine.outputs.add_late(rank, output)
         running.receive(rank, output)
-
-
-def _pass_to_widgets(workers: Workers, rank: int, output: Output) -> Output | None:
-    """Pass an output to `Widgets`; return the output that the cell shows, or None.
-
-    The first message of a widget makes the `Widgets`, if a page can show widgets.
-    """
-    if workers.widgets is None:
-        if not workers.shows_widgets:
-            return None
-        # Not imported at the top of the file, since most worlds have no widgets.
-        from nbdist.world.widgets import Widgets
-
-        workers.widgets = Widgets()
-    return workers.widgets.handle_output(rank, output)

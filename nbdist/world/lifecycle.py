@@ -1,10 +1,9 @@
 """Starts and ends the workers of a world, and takes over workers that are running already.
 
-Runs in the notebook's process, on the thread that made the world.  The functions act on `Workers`;
-`Session` has them as methods, and `nbdist.world.recovery` restarts or ends workers with them.
-`%dist_restart` calls `Session.restart`, which ends and starts workers with the functions here.
-`%dist_restart -r` and `%dist_scale` call `Session.replace` and `Session.scale`, which let the agent
-form the group again instead (`nbdist.world.recovery.regroup`).
+Runs in the notebook's process, on the thread that made the world.  `nbdist.world.recovery` restarts
+or ends workers with these functions, and so does `nbdist.world.restarts.restart`, which
+`%dist_restart` calls.  `%dist_restart -r` and `%dist_scale` let the agent form the group again
+instead (`nbdist.world.recovery.regroup`).
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from nbdist.wire.messages import Attached, BatchAcknowledged, Starting
 from nbdist.words import count
 from nbdist.world.agent_link import CALL_TIMEOUT, Link
 from nbdist.world.agents import module_of
+from nbdist.world.engine import Engine, KeptVariables
 from nbdist.world.moving_line import MovingLine
 from nbdist.world.name_table import NameTable
 from nbdist.world.states import Event, WorldState
 from nbdist.world.task_run import TaskRun
-from nbdist.world.workers import KeptVariables, Workers
 
 log = logging.getLogger("nbdist.world")
 
@@ -36,55 +35,56 @@ STOP_TIMEOUT = 25.0  # seconds for an agent to end the workers; then the agent i
 QUIET_SECONDS = 2.0  # a shorter start on this machine shows no line
 
 
-def starting(workers: Workers) -> Iterator[Starting]:
+def starting(engine: Engine) -> Iterator[Starting]:
     """Start the workers of a world that has none; yield the progress of the start.
 
     Raises StartError if a worker or the agent cannot start, after ending all that was started.
     """
-    if workers.state not in (WorldState.STOPPED, WorldState.LOST):
+    if engine.state not in (WorldState.STOPPED, WorldState.LOST):
         return
-    workers.advance(Event.START)
-    workers.reset()
+    engine.advance(Event.START)
+    engine.reset()
+    table, connection = engine.rank_table, engine.connection
     try:
-        if not workers.is_connected:
-            module = module_of(workers.config.launcher_name)
-            workers.link_or_none = link = Link(module, fork_server=workers.spec.config.fork)
-            link.open()
-            if workers.code is not None:
-                workers.code.forget()
-        workers.remember()
-        if workers.code is not None:
-            yield from workers.code.send_changes(workers.link.calling, to_new=True)
-        timeout = CALL_TIMEOUT if workers.config.launcher_name == LOCAL else COMING_TIMEOUT
-        request = messages.StartWorld(workers.spec)
-        match started := (yield from workers.link.calling(request, timeout)):
+        if not connection.is_up:
+            module = module_of(engine.config.launcher_name)
+            connection.adopt(Link(module, fork_server=table.spec.config.fork))
+            connection.link.open()
+            if engine.code is not None:
+                engine.code.forget()
+        engine.remember()
+        if engine.code is not None:
+            yield from engine.code.send_changes(connection.link.calling, to_new=True)
+        timeout = CALL_TIMEOUT if engine.config.launcher_name == LOCAL else COMING_TIMEOUT
+        request = messages.StartWorld(table.spec)
+        match started := (yield from connection.link.calling(request, timeout)):
             case messages.StartFailure(rank, host, command, reason, last_lines):
                 raise StartError(rank, host, command, reason, last_lines)
         assert isinstance(started, messages.WorldStarted)
         # A head returns the spec, since its machines determine the size.
-        workers.spec, workers.missing = started.spec or workers.spec, started.missing
-        workers.record_processes(started, workers.link.agent.host)
+        table.spec, engine.start_notes.missing = started.spec or table.spec, started.missing
+        table.record_processes(started, connection.link.agent.host)
         # Other machines have come since the first `send_changes`, and may not share the folder.
-        if workers.code is not None and workers.is_elsewhere:
-            yield from workers.code.send_changes(workers.link.calling, to_new=True)
+        if engine.code is not None and table.is_elsewhere:
+            yield from engine.code.send_changes(connection.link.calling, to_new=True)
     except BaseException:  # also after Stop, end everything that was started
-        workers.advance(Event.START_FAILED)
-        if leftovers := workers.close_link():
+        engine.advance(Event.START_FAILED)
+        if leftovers := connection.close():
             log.warning("%s", leftovers)
         raise
-    workers.kept = KeptVariables()
-    workers.advance(Event.STARTED)
+    engine.kept = KeptVariables()
+    engine.advance(Event.STARTED)
 
 
-def starting_texts(workers: Workers) -> Iterator[str]:
+def starting_texts(engine: Engine) -> Iterator[str]:
     """Start the workers; yield `starting 4 workers: 2 ready`, or "" if the line is unchanged.
 
     In the first `QUIET_SECONDS` only lines about other machines are yielded.
     """
     last_text, begun = "", time.monotonic()
-    for progress in starting(workers):
-        ready = f"{progress.up} ready" if progress.up < workers.size else "forming their group"
-        text = f"starting {count(workers.size, 'worker')}: {ready}"
+    for progress in starting(engine):
+        ready = f"{progress.up} ready" if progress.up < engine.size else "forming their group"
+        text = f"starting {count(engine.size, 'worker')}: {ready}"
         if progress.text:  # a line about other machines, which determine the number of workers
             text = f"starting: {progress.text}" + (f" · {progress.up} ready" if progress.up else "")
         elif time.monotonic() - begun < QUIET_SECONDS:
@@ -93,88 +93,89 @@ def starting_texts(workers: Workers) -> Iterator[str]:
         last_text = text or last_text
 
 
-def start(workers: Workers) -> None:
+def start(engine: Engine) -> None:
     """Start the workers of a world that has none; show a slow start if stderr is a terminal."""
     line, last_text = MovingLine(sys.stderr), ""
     try:
-        for text in starting_texts(workers):
+        for text in starting_texts(engine):
             line.show(last_text := text or last_text, time.monotonic())
     finally:
         line.clear()
 
 
-def start_anew(workers: Workers, *, agent_too: bool = False) -> None:
-    """End all workers, with `agent_too` also their agent, and start new workers by `workers.spec`.
+def start_anew(engine: Engine, *, agent_too: bool = False) -> None:
+    """End all workers, with `agent_too` also their agent, and start new ones by `RankTable.spec`.
 
     The set-up cells are not run here.
     """
     # In STOPPING, Stop has interrupted an earlier wait for the workers' end, so request it again.
-    are_there = workers.state.has_workers or workers.state is WorldState.STOPPING
-    if workers.is_connected and are_there:
-        workers.advance(Event.STOP)
-        _stop(workers, RESTART_GRACE)
-        workers.advance(Event.STOPPED)
-    workers.running, workers.runs = None, []  # drop all messages of the old workers
-    workers.late.clear()
-    while (link := workers.link_or_none) is not None and link.arrived:
+    are_there = engine.state.has_workers or engine.state is WorldState.STOPPING
+    if engine.connection.is_up and are_there:
+        engine.advance(Event.STOP)
+        _stop(engine, RESTART_GRACE)
+        engine.advance(Event.STOPPED)
+    engine.task_table.forget()  # drop all messages of the old workers
+    engine.outputs.pop_late()
+    while (link := engine.connection.link_or_none) is not None and link.arrived:
         item = link.arrived.popleft()
         if isinstance(item, BatchAcknowledged) and link.is_up:
             link.acknowledge(item)
     if agent_too:
-        workers.close_link()
-    start(workers)
+        engine.connection.close()
+    start(engine)
 
 
-def shutdown(workers: Workers) -> str:
+def shutdown(engine: Engine) -> str:
     """End all workers and their agent, and forget the set-up cells.
 
     Returns a sentence about processes that are left on other machines, "" for none.
     """
-    workers.setup.forget()
-    workers.kept = KeptVariables()
-    workers.advance(Event.STOP)
-    leftovers = _stop(workers, STOP_GRACE) if workers.is_connected else ""
-    leftovers = leftovers or workers.close_link()
-    workers.runs = []
-    workers.advance(Event.STOPPED)
+    engine.setup.forget()
+    engine.kept = KeptVariables()
+    engine.advance(Event.STOP)
+    leftovers = _stop(engine, STOP_GRACE) if engine.connection.is_up else ""
+    leftovers = leftovers or engine.connection.close()
+    engine.task_table.runs = []
+    engine.advance(Event.STOPPED)
     return leftovers
 
 
-def _stop(workers: Workers, grace: float) -> str:
+def _stop(engine: Engine, grace: float) -> str:
     """Let the agent end the workers; if it does not do so in time, end the agent too.
 
     Returns a sentence about processes that are left on other machines, "" for none.
     """
     try:
-        workers.link.call(messages.StopWorld(grace), STOP_TIMEOUT)
+        engine.connection.link.call(messages.StopWorld(grace), STOP_TIMEOUT)
     except (AgentLost, StartError):
-        return workers.close_link()
+        return engine.connection.close()
     return ""
 
 
-def attach(workers: Workers, link: Link, attached: Attached, namespace: dict[str, Any]) -> None:
+def attach(engine: Engine, link: Link, attached: Attached, namespace: dict[str, Any]) -> None:
     """Take over the running workers of an agent that another notebook has started.
 
     `attached` is the agent's description of the world; `namespace` has the notebook's variables.
     """
-    workers.link_or_none, workers.namespace = link, namespace
-    workers.names = NameTable(namespace)
-    workers.names.record_attached(attached.bound, attached.pids)
-    workers.missing, workers.dead = attached.missing, dict(attached.dead)
-    workers.joined = dict.fromkeys(attached.came)
-    workers.past.forgotten = attached.forgotten
+    engine.connection.adopt(link)
+    engine.names, table = NameTable(namespace), engine.rank_table
+    engine.names.record_attached(attached.bound, attached.pids)
+    engine.start_notes.missing, table.dead = attached.missing, dict(attached.dead)
+    table.joined = dict.fromkeys(attached.came)
+    engine.past.forgotten = attached.forgotten
     # The agent holds the shared memory with the values that the set-up cells use.
-    workers.setup.tasks |= dict(attached.memory.setup)
-    workers.record_processes(attached, link.agent.host)
-    workers.advance(Event.START)
-    workers.advance(Event.STARTED)
+    engine.setup.tasks |= dict(attached.memory.setup)
+    table.record_processes(attached, link.agent.host)
+    engine.advance(Event.START)
+    engine.advance(Event.STARTED)
     for task in attached.tasks:
-        workers.running = TaskRun.from_attached(attached, task, workers.members)
-        workers.runs.append(workers.running)
+        running = TaskRun.from_attached(attached, task, engine.members)
+        engine.task_table.runs.append(running)
+        engine.task_table.last = running
     if attached.dead:
-        workers.advance(Event.RANK_DIED)
+        engine.advance(Event.RANK_DIED)
     if not attached.is_whole:
-        workers.advance(Event.ABORTED)
+        engine.advance(Event.ABORTED)
     # The agent sends outputs that the last notebook has not received before it answers a request.
     # With these outputs a task may have ended, whose ranks would seem to be busy.
-    workers.link.call(messages.SpareRanks(()))
+    link.call(messages.SpareRanks(()))

@@ -20,11 +20,11 @@ from nbdist.output.events import Died, ItemOutcome, RankError
 from nbdist.output.wording import seconds_text
 from nbdist.wire.work import OpCall
 from nbdist.words import count
-from nbdist.world import recovery, remote_call
+from nbdist.world import dispatch, recovery, remote_call
+from nbdist.world.engine import Engine
 from nbdist.world.item_queue import ItemQueue
 from nbdist.world.moving_line import MovingLine
 from nbdist.world.result import Contents, as_raised, raised
-from nbdist.world.session import Session
 from nbdist.world.task_run import TaskRun
 
 log = logging.getLogger("nbdist.world")
@@ -45,7 +45,7 @@ class ItemMap:
 
     def __init__(
         self,
-        session: Session,
+        engine: Engine,
         function: Callable[[Any], Any],
         items: Iterable[Any],
         ranks: Sequence[int] | None,
@@ -61,7 +61,7 @@ class ItemMap:
             raise UsageError(f"`map` takes a function and its items, not {function!r:.60}.")
         if not hasattr(items, "__iter__") and not hasattr(items, "__getitem__"):
             raise UsageError(f"`map`: {items!r:.60} has no items.")
-        self._session, self._function = session, function
+        self._engine, self._function = engine, function
         self._ranks = ranks
         self._returns_errors = on_error == "return"
         # Items can be functions, or instances of classes, of `__main__`.  Ranks also need the names
@@ -70,13 +70,13 @@ class ItemMap:
         if isinstance(items, list | tuple):
             kinds = {kind for kind in map(type, items) if kind.__module__ == "__main__"}
             functions = (*filter(callable, items), *kinds)
-        names = remote_call.names_of_call(session.namespace, function, functions, {})
+        names = remote_call.names_of_call(engine.names.namespace, function, functions, {})
         self._values: dict[str, Any] = {"call": (function, (), {}), "names": names}
         self._queue = ItemQueue(
             items,
-            session.namespace,
+            engine.names.namespace,
             returns_errors=self._returns_errors,
-            is_elsewhere=session.is_elsewhere,
+            is_elsewhere=engine.rank_table.is_elsewhere,
         )
         self._errors: dict[int, BaseException] = {}  # by index: the exception in place of a result
 
@@ -104,7 +104,7 @@ class ItemMap:
         If the generator is closed before its end, the ranks are interrupted.
         """
         queue = self._queue
-        bar = MapProgress(remote_call.title_of(self._function), is_shown=self._session.config.show)
+        bar = MapProgress(remote_call.title_of(self._function), is_shown=self._engine.config.show)
         try:
             while not queue.is_done:
                 queue.begin_round()
@@ -129,37 +129,37 @@ class ItemMap:
 
     def _run_task(self, bar: MapProgress) -> Generator[int, None, TaskRun]:
         """Run a task on all ranks of the map until no rank has an item; yield as `steps` does."""
-        session, queue = self._session, self._queue
-        on = session.everyone if self._ranks is None else self._ranks
+        engine, queue = self._engine, self._queue
+        on = engine.rank_table.everyone if self._ranks is None else self._ranks
         queue.ranks = len(on)
-        with remote_call.sending(session, self._values, on) as (payloads, parcels):
+        with remote_call.sending(engine, self._values, on) as (payloads, parcels):
             arguments = {
                 "title": remote_call.title_of(self._function),
                 "packed": payloads,
-                "outdated": remote_call.outdated_names(session, self._values["names"]),
+                "outdated": remote_call.outdated_names(engine, self._values["names"]),
                 "returns_errors": self._returns_errors,
-                "is_elsewhere": session.is_elsewhere,
+                "is_elsewhere": engine.rank_table.is_elsewhere,
             }
-            task = session.task(OpCall("run.map_items", arguments), ranks=self._ranks)
-            running = session.submit(task, shipped=parcels)
+            task = engine.task(OpCall("run.map_items", arguments), ranks=self._ranks)
+            running = dispatch.submit(engine, task, shipped=parcels)
             running.answer_items = queue.answer
             try:
-                for _ in remote_call.following(session, running):
+                for _ in remote_call.following(engine, running):
                     yield from self._pop_done(running)
                     self._check_has_workers(running)
                     bar.show(queue)
                 yield from self._pop_done(running)
             except BaseException:  # the caller has left its loop, or Stop came between two steps
                 queue.end()
-                if session.is_running(running):  # False if the workers have ended
-                    recovery.interrupt(session, running)
-                    session.wait(running)
+                if engine.is_running(running):  # False if the workers have ended
+                    recovery.interrupt(engine, running)
+                    dispatch.wait(engine, running)
                 raise
         return running
 
     def _check_has_workers(self, running: TaskRun) -> None:
         """Raise UsageError if the caller ended or restarted workers while it handled an index."""
-        if running.unfinished and not self._session.is_running(running):
+        if running.unfinished and not self._engine.is_running(running):
             raise UsageError(WORKERS_GONE)
 
     def _pop_done(self, running: TaskRun) -> Iterator[int]:
@@ -182,7 +182,7 @@ class ItemMap:
 
     def _check(self, running: TaskRun, *, has_progress: bool) -> None:
         """Raise the error of a task that ended the map; a death alone does not end the map."""
-        session, queue = self._session, self._queue
+        engine, queue = self._engine, self._queue
         if queue.problem is not None:
             raise queue.problem
         index = next(iter(queue.failures if not self._returns_errors else ()), None)
@@ -190,15 +190,15 @@ class ItemMap:
             index = next(iter(queue.gave_up), None)
         errors = running.transcript.errors.values()
         are_deaths = bool(errors) and all(isinstance(each, Died) for each in errors)
-        can_go_on = index is None and has_progress and session.state.has_workers
+        can_go_on = index is None and has_progress and engine.state.has_workers
         if are_deaths and can_go_on and not running.stop.was_pressed:
-            session.mark_reported(running.recovered_ranks)
+            engine.rank_table.mark_reported(running.recovered_ranks)
             log.warning("%s Its items were given to other ranks.", running.recovery_text)
             return
         if index is not None:
             items = count(len(queue.results), "item")
             running.item_text = f"It had {queue.name_of(index)}; `results` of the error has {items}"
-        remote_call.check(session, running)
+        remote_call.check(engine, running)
 
     def _error_of(
         self, running: TaskRun, index: int, rank: int, outcome: ItemOutcome

@@ -1,6 +1,6 @@
 """The table of variables: which rank has which name, and from where.
 
-Runs in the notebook's process; the present table of a world is `Workers.names`.  A name belongs to
+Runs in the notebook's process; the present table of a world is `Engine.names`.  A name belongs to
 the notebook until a task binds the name on a rank; then the name belongs to that rank until the
 notebook binds it again.  Names that were imported on a rank are imported again if the rank is
 replaced.  The table keeps no big value alive.

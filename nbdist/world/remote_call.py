@@ -32,13 +32,13 @@ from nbdist.values.payload import Payload, pack_frames
 from nbdist.values.pickling import Pickled, pickle
 from nbdist.values.unpicklable import blame, fails_in
 from nbdist.wire.work import OpCall, ProgramKind, Script, Task
-from nbdist.world import plain_calls
+from nbdist.world import dispatch, plain_calls, recovery
+from nbdist.world.engine import Engine
 from nbdist.world.moving_line import MovingLine
 from nbdist.world.name_table import WORKERS_OWN
 from nbdist.world.outgoing import Outgoing, SendQuestion
 from nbdist.world.result import CellResult, raised
 from nbdist.world.sent_objects import Parcel
-from nbdist.world.session import Session
 from nbdist.world.task_run import TaskRun
 
 log = logging.getLogger("nbdist.world")
@@ -139,7 +139,7 @@ def _find_executable(name: str) -> tuple[str, str]:
     raise UsageError(f"`--no-python {name}`: it is not executable. `!chmod +x {name}`")
 
 
-def ask(session: Session, running: TaskRun, rank: int) -> None:
+def ask(engine: Engine, running: TaskRun, rank: int) -> None:
     """Ask the user for a rank's input, and send the input to the rank.
 
     If this process cannot ask for input, refuse all prompts of the task.
@@ -148,18 +148,18 @@ def ask(session: Session, running: TaskRun, rank: int) -> None:
     while True:
         try:
             typed = getpass.getpass(prompt) if request.secret else input(prompt)
-            answers = running.prompts.answers(rank, typed, session.size)
+            answers = running.prompts.answers(rank, typed, engine.size)
         except UsageError as error:
             prompt = f"{error} {running.prompts.prompt(rank)}"
             continue
         except EOFError:
-            session.reply(running, {rank: None})
+            engine.connection.reply(running, {rank: None})
         # Without an input box IPython raises NotImplementedError.  Without stdin Python raises one
         # of the other errors.
         except (NotImplementedError, OSError, RuntimeError, ValueError):
-            session.refuse_prompts(running)
+            engine.connection.refuse_prompts(running)
         else:
-            session.reply(running, answers)
+            engine.connection.reply(running, answers)
         return
 
 
@@ -207,7 +207,7 @@ def _takes_argument(function: Callable[..., Any], name: str) -> bool:
 
 
 def run_call(
-    session: Session,
+    engine: Engine,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -225,37 +225,37 @@ def run_call(
         arguments = {
             "title": title_of(function),
             "packed": packed,
-            "outdated": outdated_names(session, names),
+            "outdated": outdated_names(engine, names),
             "is_plain": is_plain,
         }
-        task = session.task(OpCall("run.call", arguments), ranks=ranks)
-        return outcome(session, [session.submit(task, shipped=parcels)])
+        task = engine.task(OpCall("run.call", arguments), ranks=ranks)
+        return outcome(engine, [dispatch.submit(engine, task, shipped=parcels)])
 
-    is_ours = functools.partial(is_sent_name, session.namespace)
-    plain = plain_calls.pack(session.namespace, function, args, kwargs, is_ours)
-    if plain is not None and (none_sent := _parcels_of_plain(session, function, ranks)) is not None:
+    is_ours = functools.partial(is_sent_name, engine.names.namespace)
+    plain = plain_calls.pack(engine.names.namespace, function, args, kwargs, is_ours)
+    if plain is not None and (none_sent := _parcels_of_plain(engine, function, ranks)) is not None:
         return call(dict.fromkeys(ranks, plain.payload), none_sent, plain.names, is_plain=True)
-    names = names_of_call(session.namespace, function, args, kwargs)
+    names = names_of_call(engine.names.namespace, function, args, kwargs)
     values = {"call": (function, args, kwargs), "names": names}
-    with sending(session, values, ranks) as (payloads, parcels):
+    with sending(engine, values, ranks) as (payloads, parcels):
         return call(payloads, parcels, names, is_plain=False)
 
 
 def _parcels_of_plain(
-    session: Session, function: Callable[..., Any], ranks: Iterable[int]
+    engine: Engine, function: Callable[..., Any], ranks: Iterable[int]
 ) -> dict[int, Parcel] | None:
     """Return the parcels for a plain call, which brings no objects to the ranks.
 
     Returns None if the call has to bring something after all: the notebook has changed an object
     that a rank has, or the function itself has a counterpart on a rank.
     """
-    objects = session.names.objects
+    objects = engine.names.objects
     known_states = [objects.of(rank) for rank in ranks]
     key = objects.links.key_of(function)
     if any(key in states for states in known_states):
         return None
     objects.runs += 1  # compare again: a script may have changed any object
-    outgoing = Outgoing(objects, session.namespace, frozenset(ranks))
+    outgoing = Outgoing(objects, engine.names.namespace, frozenset(ranks))
     if any(known_states):
         outgoing.compare()
         if any(outgoing.changed.values()):
@@ -264,21 +264,21 @@ def _parcels_of_plain(
     return outgoing.parcels([])
 
 
-def outdated_names(session: Session, names: Iterable[str]) -> dict[int, list[str]]:
+def outdated_names(engine: Engine, names: Iterable[str]) -> dict[int, list[str]]:
     """Return by rank those of the names that the notebook has bound again since it sent them.
 
     During a call the returned names have the notebook's present values, as they would in a cell.
     """
     outdated: dict[int, list[str]] = {}
     for name in names:
-        for rank in session.names.ranks_with_older(name):
+        for rank in engine.names.ranks_with_older(name):
             outdated.setdefault(rank, []).append(name)
     return outdated
 
 
 @contextmanager
 def sending(
-    session: Session, values: Mapping[str, Any], ranks: Iterable[int]
+    engine: Engine, values: Mapping[str, Any], ranks: Iterable[int]
 ) -> Iterator[tuple[dict[int, Payload], dict[int, Parcel]]]:
     """Pack values for ranks, with references to objects that the ranks already have.
 
@@ -286,9 +286,9 @@ def sending(
     context closes the shared memory of the payloads: wait for the task within the context.  Raises
     any exception of pickling.
     """
-    objects = session.names.objects
+    objects = engine.names.objects
     objects.runs += 1  # compare again: a script may have changed any object
-    outgoing = Outgoing(objects, session.namespace, frozenset(ranks))
+    outgoing = Outgoing(objects, engine.names.namespace, frozenset(ranks))
     while True:
         for value in values.values():
             outgoing.scan_value(value)
@@ -296,8 +296,8 @@ def sending(
         if to_inspect := outgoing.objects_to_inspect():
             on = tuple(sorted(rank for rank, changed in outgoing.changed.items() if changed))
             question = SendQuestion(on, to_inspect)
-            task = session.task(OpCall("values.inspect", question.arguments), ranks=on)
-            outgoing.apply_replies(session.run(task).by_rank)
+            task = engine.task(OpCall("values.inspect", question.arguments), ranks=on)
+            outgoing.apply_replies(dispatch.run(engine, task).by_rank)
         if not outgoing.renew_replaced():
             break
     _log_kept(outgoing)
@@ -319,65 +319,65 @@ def _log_kept(outgoing: Outgoing) -> None:
         log.warning("ranks have changed a %s since it was sent, and keep theirs", kind)
 
 
-def run(session: Session, task: Task, max_restarts: int = 0) -> CellResult[Any]:
+def run(engine: Engine, task: Task, max_restarts: int = 0) -> CellResult[Any]:
     """Run a task, again at most `max_restarts` times if it fails; return or raise as `outcome`."""
-    return outcome(session, _attempts(session, task, max_restarts))
+    return outcome(engine, _attempts(engine, task, max_restarts))
 
 
-def _attempts(session: Session, task: Task, max_restarts: int) -> Iterator[TaskRun]:
-    for attempt in session.attempts(task, max_restarts):
-        running = session.submit(attempt)
+def _attempts(engine: Engine, task: Task, max_restarts: int) -> Iterator[TaskRun]:
+    for attempt in dispatch.attempts(task, max_restarts):
+        running = dispatch.submit(engine, attempt)
         yield running
         if not running.restart_text:
             return
 
 
-def outcome(session: Session, attempts: Iterable[TaskRun]) -> CellResult[Any]:
+def outcome(engine: Engine, attempts: Iterable[TaskRun]) -> CellResult[Any]:
     """Wait for each attempt, and return the result of the last one or raise its error.
 
     With the config's `show` option, output is printed line by line: `[0-1] epoch 3`.  The error
     shows the traceback of the rank that failed first.  Raises KeyboardInterrupt after Stop.
     """
     for running in attempts:
-        for _ in following(session, running):
+        for _ in following(engine, running):
             pass
-    check(session, running)
+    check(engine, running)
     result = running.result()
-    session.release_values(running)
+    engine.connection.release_values(running)
     return result
 
 
-def check(session: Session, running: TaskRun) -> None:
+def check(engine: Engine, running: TaskRun) -> None:
     """Raise the error of a task that `following` has followed, if the task has failed.
 
     Raises KeyboardInterrupt after Stop.
     """
     try:
-        session.check(running)
+        dispatch.check(engine, running)
     except WorkerError as error:
         error.show(f"rank {error.rank}:", *_rank_lines(running.transcript[error.rank].error))
         raise raised(error) from None
 
 
-def following(session: Session, running: TaskRun) -> Iterator[None]:
+def following(engine: Engine, running: TaskRun) -> Iterator[None]:
     """Follow a task to its end, and yield after each step.
 
     Output is printed if the config says `show`, and the user answers prompts.
     """
     lines, bars = PlainLines(running.task.ranks), MovingLine(sys.stdout)
-    for outputs in session.follow(running, answers=True):
+    for outputs in recovery.follow(engine, running, answers=True):
         with running.stop.counting_presses():
             now = time.monotonic()
-            for rank, output in outputs if session.config.show else ():
+            for rank, output in outputs if engine.config.show else ():
                 if not isinstance(output, RankError):
                     _write(lines.receive(rank, output, now), bars)
             _write(lines.due(now), bars)
-            if session.config.show and bars.is_due(now):
+            if engine.config.show and bars.is_due(now):
                 bars.show(merged_line(running.transcript), now)
             if (rank_to_ask := running.next_to_ask) is not None:
                 _write(lines.flush(), bars)
                 bars.clear()
-                ask(session, running, rank_to_ask)
+                ask(engine, running, rank_to_ask)
         yield
     _write(lines.finish(time.monotonic()), bars)
     bars.clear()

@@ -1,6 +1,6 @@
 """Makes the specification of a world's workers, from its options and the notebook's surroundings.
 
-Runs in the notebook's process; `Workers` calls `make_spec` before a start.  Later changes of the
+Runs in the notebook's process; `Engine` calls `make_spec` before a start.  Later changes of the
 notebook's folder, `sys.path` and environment are sent with tasks (`NotebookSurroundings`).
 """
 

@@ -1,6 +1,7 @@
 """Small tables about a world: its states, the machines and numbers of ranks, and open prompts.
 
-`Workers` and `TaskRun` use this module in the notebook's process.  Nothing in it does I/O.
+`Engine`, `RankTable` and `TaskRun` use this module in the notebook's process.  Nothing in it does
+I/O.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ FORMED = (WorldState.READY, WorldState.BROKEN)
 """The states of a world with workers that neither starts, heals nor stops now."""
 
 # No event leads to RUNNING, INTERRUPTING and STUCK: several tasks can run side by side, so
-# `Workers.state` derives these states of a READY world from its tasks.
+# `Engine.state` derives these states of a READY world from its tasks.
 # In STARTING no messages of the agent are handled: the notebook only waits for the reply to
 # `StartWorld`.  If a worker exits before the group is formed, that reply is a failure
 # (START_FAILED); the message of a later death is handled in READY.

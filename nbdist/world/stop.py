@@ -111,7 +111,7 @@ TABLE: dict[StopPhase, _Transitions] = {
         StopEvent.INTERRUPT: (StopPhase.LEFT, StopAction.INTERRUPT),
     },
     StopPhase.LATE: {
-        # `Session.wait_for_stop`, which gets control, then interrupts the ranks again.
+        # `dispatch.wait_for_stop`, which gets control, then interrupts the ranks again.
         **dict.fromkeys(_PRESSED, (StopPhase.LEFT, StopAction.RETURN)),
         StopEvent.INTERRUPT: (StopPhase.LATE, StopAction.INTERRUPT),
         StopEvent.DEADLINE: (StopPhase.LATE, StopAction.SPARE),
@@ -196,7 +196,7 @@ class StopState:
 
         Consumers of `follow` use this while they show output.  Magics have a handler of SIGINT that
         only counts a Stop, so that the block runs to its end; with `raises` the handler raises
-        KeyboardInterrupt, which ends the block (`Session.count_stop`).
+        KeyboardInterrupt, which ends the block (`Engine.count_stop`).
         """
         self.is_interruptible = raises
         try:

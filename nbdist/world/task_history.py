@@ -1,6 +1,6 @@
 """The history of a world's tasks: set-up cells for new workers, and past tasks, to export them.
 
-Runs in the notebook's process.  `Workers` has one `Setup` and one `TaskHistory`;
+Runs in the notebook's process.  `Engine` has one `Setup` and one `TaskHistory`;
 `nbdist.world.recovery` runs the set-up cells and adds tasks that have ended.  `TaskHistory` is
 bounded, and has texts and names but no values of variables.  `Setup` also keeps the values of the
 variables that were sent with set-up cells.

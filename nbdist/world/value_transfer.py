@@ -33,10 +33,11 @@ from nbdist.wire.ops import Brought, Loaded, Mesh, Written
 from nbdist.wire.spec import difference, versions_here
 from nbdist.wire.work import OpCall, Task, Work
 from nbdist.words import count, did_you_mean, format_ranks, name_ranks, one_line
-from nbdist.world import recovery
+from nbdist.world import dispatch, inbox, recovery
+from nbdist.world.engine import Engine
 from nbdist.world.name_table import WORKERS_OWN, check_are_free
+from nbdist.world.outcome_texts import death_error
 from nbdist.world.sent_objects import Parcel
-from nbdist.world.session import Session
 from nbdist.world.snapshot_store import Snapshot, SnapshotStore
 from nbdist.world.split_join import Joining, join, length_of, split, unit_of
 from nbdist.world.task_run import TaskRun
@@ -58,7 +59,7 @@ def variable_in(expression: str) -> str:
 
 
 def gather(
-    session: Session,
+    engine: Engine,
     expressions: Sequence[str],
     ranks: Sequence[int] | None,
     run_task: Callable[[Task], Mapping[int, Brought]],
@@ -75,13 +76,13 @@ def gather(
     """
     # `nbdist.world.task_history` reads `expressions` of such a task.
     arguments: dict[str, Any] = {"expressions": tuple(expressions)}
-    task = session.task(OpCall("values.gather", arguments), ranks=ranks)
+    task = engine.task(OpCall("values.gather", arguments), ranks=ranks)
     brought = run_task(task)
     if spread := {rank: each for rank, each in brought.items() if each.spread}:
         _check_spread(spread, task.ranks)
-        task = session.task(OpCall("values.gather", {**arguments, "joins": True}), ranks=task.ranks)
+        task = engine.task(OpCall("values.gather", {**arguments, "joins": True}), ranks=task.ranks)
         brought = run_task(task)
-    values = _read(session, task, brought)
+    values = _read(engine, task, brought)
     if rank is not None:
         return [by_rank[rank] for by_rank in values]
     if how is None:
@@ -111,79 +112,79 @@ def _check_spread(replies: Mapping[int, Brought], ranks: Sequence[int]) -> None:
                 raise UsageError(f"{over}, and {who} have the same of it there.")
 
 
-def _read(session: Session, task: Task, replies: Mapping[int, Brought]) -> list[dict[int, Any]]:
+def _read(engine: Engine, task: Task, replies: Mapping[int, Brought]) -> list[dict[int, Any]]:
     """Return for each expression its values by rank; raises UsageError if a rank has no value."""
     try:
-        if error := missing_error(session, replies):
+        if error := missing_error(engine, replies):
             raise error
         opened = {
-            rank: unpickle(open_payload(brought.packed), session.namespace)
+            rank: unpickle(open_payload(brought.packed), engine.names.namespace)
             for rank, brought in replies.items()
             if brought.packed is not None
         }
     finally:
         lent = (rank for rank, each in replies.items() if each.packed and each.packed.segment)
-        session.release_lent_values(task, lent)
+        engine.connection.release_lent_values(task, lent)
     number = len(next(iter(opened.values()), ()))
     return [{rank: values[index] for rank, values in opened.items()} for index in range(number)]
 
 
-def missing_error(session: Session, replies: Mapping[int, Brought]) -> UsageError | None:
+def missing_error(engine: Engine, replies: Mapping[int, Brought]) -> UsageError | None:
     """Return the error that names the ranks without a value; None if all ranks have a value."""
     lacking = {rank: each for rank, each in replies.items() if each.packed is None}
     if not lacking:
         return None
     if missing := next((each.missing for each in lacking.values() if each.missing), ""):
-        return UsageError(_missing_text(session, missing, replies))
+        return UsageError(_missing_text(engine, missing, replies))
     problems = fold_ranks({rank: (each.of, each.problem) for rank, each in lacking.items()})
     (of, problem), ranks = next(iter(problems.items()))
     more = f" (and {len(problems) - 1} other problems)" if len(problems) > 1 else ""
     return UsageError(f"`{of}` on {name_ranks(ranks)}: {one_line(problem).rstrip('.')}{more}.")
 
 
-def _missing_text(session: Session, name: str, replies: Mapping[int, Brought]) -> str:
+def _missing_text(engine: Engine, name: str, replies: Mapping[int, Brought]) -> str:
     lack = [rank for rank, each in replies.items() if each.missing == name]
     lacking = f"{name_ranks(lack)} {'has no' if len(lack) == 1 else 'have no'}"
-    had = session.names.ranks_that_own(name) | session.names.ranks_that_have(name)
+    had = engine.names.ranks_that_own(name) | engine.names.ranks_that_have(name)
     if have := {r for r, each in replies.items() if each.packed is not None} | (
         had - replies.keys()
     ):
         verb = "has" if len(have) == 1 else "have"
         return f"{lacking} `{name}`; {name_ranks(have)} {verb} it: `-r {format_ranks(have)}`."
-    lacking = "no rank has" if len(lack) == session.size else lacking
-    if name in session.namespace and name not in WORKERS_OWN:
+    lacking = "no rank has" if len(lack) == engine.size else lacking
+    if name in engine.names.namespace and name not in WORKERS_OWN:
         return f"{lacking} `{name}`; the notebook has it: `%dist_push {name}`."
-    names = [each for rank in replies for each in session.names.bound(rank)]
+    names = [each for rank in replies for each in engine.names.bound(rank)]
     return f"{lacking} `{name}`.{did_you_mean(name, names)}"
 
 
 def bind_steps(
-    session: Session, take: Task, work: Work, shipped: Mapping[int, Parcel] | None = None
+    engine: Engine, take: Task, work: Work, shipped: Mapping[int, Parcel] | None = None
 ) -> Iterator[TaskRun]:
     """Send the task `take`, then a task with `work`; yield each, for the caller to wait for it.
 
-        for running in bind_steps(session, take, OpCall("values.bind_scattered")):
-            session.wait(running)
-        session.check(running)
+        for running in bind_steps(engine, take, OpCall("values.bind_scattered")):
+            dispatch.wait(engine, running)
+        dispatch.check(engine, running)
 
     The second task is sent only if the first has succeeded and was not stopped.  If the values are
     the notebook's, `shipped` has by rank the names and objects that are bound.  Raises the errors
-    of `Session.submit` and `commit`.
+    of `dispatch.submit` and `commit`.
     """
-    taken, bound = session.submit(take), None
+    taken, bound = dispatch.submit(engine, take), None
     try:
         yield taken
         if not (taken.stop.was_pressed or taken.error()):
-            bound = commit(session, taken, work, shipped)
+            bound = commit(engine, taken, work, shipped)
     finally:
-        if bound is None and session.state.has_workers:
-            session.release_lent_values(take, take.ranks)
+        if bound is None and engine.state.has_workers:
+            engine.connection.release_lent_values(take, take.ranks)
     if bound is not None:
         yield bound
 
 
 def commit(
-    session: Session, taken: TaskRun, work: Work, shipped: Mapping[int, Parcel] | None = None
+    engine: Engine, taken: TaskRun, work: Work, shipped: Mapping[int, Parcel] | None = None
 ) -> TaskRun:
     """Let the ranks of a finished task bind the values that they have received by the task.
 
@@ -191,38 +192,39 @@ def commit(
     Raises an error, with nothing bound, if a rank has died or was replaced since it received the
     values, or if no task can be sent.
     """
-    session.receive_waiting()
-    recovery.heal(session)
-    session.check_ready(taken.task.ranks)
+    inbox.receive_waiting(engine)
+    recovery.heal(engine)
+    dispatch.check_ready(engine, taken.task.ranks)
     before, ranks = taken.members.pids, taken.task.ranks
-    if lost_ranks := [rank for rank in ranks if session.pids.get(rank) != before[rank]]:
-        died, lost = dict(session.replaced), Died(None, time.time_ns())
-        session.mark_reported(lost_ranks)
-        error = recovery.death_error(session, {rank: died.get(rank, lost) for rank in lost_ranks})
+    table = engine.rank_table
+    if lost_ranks := [rank for rank in ranks if table.pids.get(rank) != before[rank]]:
+        died, lost = dict(table.replaced), Died(None, time.time_ns())
+        table.mark_reported(lost_ranks)
+        error = death_error(engine, {rank: died.get(rank, lost) for rank in lost_ranks})
         error.add("Nothing was bound.")
         raise error
     patience = replace(taken.patience, holds_stop=True)
-    return session.send(session.task(work, ranks=ranks), patience, shipped)
+    return engine.send(engine.task(work, ranks=ranks), patience, shipped)
 
 
-def bind(session: Session, take: Task, work: Work) -> TaskRun:
+def bind(engine: Engine, take: Task, work: Work) -> TaskRun:
     """Run the tasks of `bind_steps`, and return the last one.
 
     Raises the errors of `bind_steps` and of the last task, and KeyboardInterrupt after Stop.
     """
-    for running in bind_steps(session, take, work):
-        session.wait(running)
-    session.check(running)
+    for running in bind_steps(engine, take, work):
+        dispatch.wait(engine, running)
+    dispatch.check(engine, running)
     return running
 
 
 class Scatter:
     """A value that is split into a part for each rank; owns the parts' shared memory.
 
-        with closing(Scatter(session, "x", value)) as scatter:
+        with closing(Scatter(engine, "x", value)) as scatter:
             for copied in scatter.packing():
                 ...
-            bind(session, *scatter.tasks())
+            bind(engine, *scatter.tasks())
 
     Raises UsageError for a value that cannot be split or a name that cannot be used, and
     VariableNotSent for a part that cannot be pickled.
@@ -230,7 +232,7 @@ class Scatter:
 
     def __init__(
         self,
-        session: Session,
+        engine: Engine,
         name: str,
         value: Any,
         ranks: Sequence[int] | None = None,
@@ -240,8 +242,8 @@ class Scatter:
             raise UsageError(f"`{name}`: name the parts: `--as x`.")
         check_are_free([name], "`%dist_scatter`")
         self.name = name
-        self.ranks = session.everyone if ranks is None else tuple(ranks)
-        self._session = session
+        self.ranks = engine.rank_table.everyone if ranks is None else tuple(ranks)
+        self._engine = engine
         self._memory = ExitStack()
         self._payloads: dict[int, Payload] = {}
         cut = dict(zip(self.ranks, split(name, value, len(self.ranks), dim), strict=True))
@@ -250,11 +252,11 @@ class Scatter:
         self._frames: dict[int, Sequence[Buffer]] = {}
         for rank, part in cut.items():
             try:
-                self._frames[rank] = pickle(part, session.namespace, exact=True).frames
+                self._frames[rank] = pickle(part, engine.names.namespace, exact=True).frames
             except NbdistError:  # such as NotEnoughMemory
                 raise
             except Exception as problem:  # noqa: BLE001 (a user's __reduce__ can raise anything)
-                explanation = blame(name, part, fails_in(session.namespace), problem)
+                explanation = blame(name, part, fails_in(engine.names.namespace), problem)
                 raise VariableNotSent(name, *explanation) from None
         self.bytes = sum(map(size_of, self._frames.values()))
 
@@ -284,7 +286,7 @@ class Scatter:
         Call this method after `packing` has ended.
         """
         arguments = {"name": self.name, "parts": self._payloads}
-        take = self._session.task(OpCall("values.scatter", arguments), ranks=self.ranks)
+        take = self._engine.task(OpCall("values.scatter", arguments), ranks=self.ranks)
         return take, OpCall("values.bind_scattered")
 
     def close(self) -> None:
@@ -293,7 +295,7 @@ class Scatter:
 
 
 def sync(
-    session: Session, names: Sequence[str], source: int, ranks: Sequence[int] | None
+    engine: Engine, names: Sequence[str], source: int, ranks: Sequence[int] | None
 ) -> tuple[int, ...]:
     """Copy variables from the rank `source` to other ranks; see `World.sync`.
 
@@ -307,19 +309,17 @@ def sync(
             remedy = f": `%dist_sync {whole}` copies all of `{whole}`"
         raise UsageError(f"`%dist_sync {bad[0]}`: variables are copied by name{remedy}.")
     check_are_free(names, "`%dist_sync`")
-    if session.spec.backend is None and session.state.has_workers:
+    if engine.rank_table.spec.backend is None and engine.state.has_workers:
         why = "copies through the process group, and these workers have none (`--backend none`)"
         raise UsageError(f"`%dist_sync` {why}.")
     for rank in (source, *(ranks or ())):
-        if not 0 <= rank < session.size:
-            raise BadRanks(str(rank), session.size, f"there is no rank {rank}")
+        if not 0 <= rank < engine.size:
+            raise BadRanks(str(rank), engine.size, f"there is no rank {rank}")
     to = None if ranks is None else tuple(rank for rank in ranks if rank != source)
     unique = tuple(dict.fromkeys(names))
     take = OpCall("values.sync", {"wanted": unique, "source": source, "to": to})
     try:
-        running = bind(
-            session, session.task(take), OpCall("values.bind_synced", {"wanted": unique})
-        )
+        running = bind(engine, engine.task(take), OpCall("values.bind_synced", {"wanted": unique}))
     except WorkerError as error:
         for rank, failure in error.errors.items():
             if isinstance(failure, Failure) and failure.name == NAME_PROBLEM:
@@ -331,7 +331,7 @@ def sync(
         if track.rank != source and track.done is not None and track.done.bound >= {*names}
     )
     for rank in got:
-        session.names.objects.record_copies(source, rank, running.gained(rank))
+        engine.names.objects.record_copies(source, rank, running.gained(rank))
     return got
 
 
@@ -348,7 +348,7 @@ class Restored:
 
 
 def save(
-    session: Session,
+    engine: Engine,
     store: SnapshotStore,
     names: Sequence[str] | None = None,
     name: str | None = None,
@@ -362,20 +362,21 @@ def save(
     """
     name = store.default_name if name is None else name
     if names is None:
-        recovery.record_changes(session, session.everyone)
-    theirs = session.names.theirs
-    names_by_rank = {r: theirs(r) if names is None else [*names] for r in session.everyone}
+        recovery.record_changes(engine, engine.rank_table.everyone)
+    theirs = engine.names.theirs
+    everyone = engine.rank_table.everyone
+    names_by_rank = {r: theirs(r) if names is None else [*names] for r in everyone}
     with store.writing(name) as folder:
         arguments = {"folder": str(folder), "wanted": names_by_rank, "leave_out": names is None}
-        write = session.task(OpCall("snapshot.write", arguments), ranks=None)
-        parts: Mapping[int, Written] = session.run(write).by_rank
+        write = engine.task(OpCall("snapshot.write", arguments), ranks=None)
+        parts: Mapping[int, Written] = dispatch.run(engine, write).by_rank
         if problem := _problem(parts):
             raise UsageError(f"No snapshot was written: {problem}.")
         saved = {each for part in parts.values() for each in part.names}
         if names is not None and (missing := [each for each in names if each not in saved]):
             text = f"No snapshot was written: no rank has `{'`, `'.join(missing)}`."
             whole = variable_in(missing[0])
-            if session.names.ranks_with(whole):
+            if engine.names.ranks_with(whole):
                 text += f" Variables are saved by name: `%dist_snapshot {whole}` saves `{whole}`."
             elif missing == [names[0]]:
                 named = " ".join(["%dist_snapshot", *names[1:], "--name", names[0]])
@@ -387,7 +388,7 @@ def save(
 
 
 def restore(
-    session: Session,
+    engine: Engine,
     store: SnapshotStore,
     snapshot: Snapshot,
     names: Sequence[str] | None = None,
@@ -410,26 +411,26 @@ def restore(
         if store.of(missing[0].partition("@")[0]):
             text += f" `%dist_restore --name {missing[0]}` restores the snapshot of this name."
         raise UsageError(text)
-    sources = _sources(snapshot, session.size, ranks, from_rank)
+    sources = _sources(snapshot, engine.size, ranks, from_rank)
     on = (*sources,)
-    if meshes := _meshes(snapshot, session.size, from_rank):
-        session.run(session.task(OpCall("sharded.meshes", {"instead": meshes})))
+    if meshes := _meshes(snapshot, engine.size, from_rank):
+        dispatch.run(engine, engine.task(OpCall("sharded.meshes", {"instead": meshes})))
     files = {rank: (rank, part.digest) for rank, part in snapshot.parts.items()}
     parts = {rank: files[source] for rank, source in sources.items()}
     everyones = [*files.values()] if meshes and from_rank is not None else []
     arguments = {"folder": str(snapshot.folder), "parts": parts, "everyones": everyones}
-    load, running = session.task(OpCall("snapshot.load", arguments), ranks=on), None
+    load, running = engine.task(OpCall("snapshot.load", arguments), ranks=on), None
     try:
-        loaded = session.submit(load)
-        _check_loaded(session.finish(loaded).by_rank, store, snapshot)
+        loaded = dispatch.submit(engine, load)
+        _check_loaded(dispatch.finish(engine, loaded).by_rank, store, snapshot)
         bind_arguments = {"names": names and [*names], "with_random": from_rank is None}
-        running = commit(session, loaded, OpCall("snapshot.bind", bind_arguments))
+        running = commit(engine, loaded, OpCall("snapshot.bind", bind_arguments))
     finally:
-        if running is None and session.state.has_workers:
-            session.release_lent_values(load, on)
-    bound = session.finish(running).values()
+        if running is None and engine.state.has_workers:
+            engine.connection.release_lent_values(load, on)
+    bound = dispatch.finish(engine, running).values()
     for rank in on:
-        session.names.objects.record_gained(rank, running.gained(rank))
+        engine.names.objects.record_gained(rank, running.gained(rank))
     return Restored(snapshot, tuple(sorted(set().union(*bound))), on)
 
 

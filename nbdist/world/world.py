@@ -1,7 +1,7 @@
 """The public Python interface: `World`, `nbdist.run`, `nbdist.distributed` and `nbdist.attach`.
 
-Scripts and notebook cells use this module, on the thread that made the world.  `World` calls
-`nbdist.world.session`, which does the work.
+Scripts and notebook cells use this module, on the thread that made the world.  A `World` has an
+`Engine`, and calls the modules that `nbdist.world.engine` lists.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from nbdist.wire.ops import Cleaned
 from nbdist.wire.places import Stack
 from nbdist.wire.status import WorkerStatus
 from nbdist.wire.work import OpCall, Task, Work
-from nbdist.world import remote_call, value_transfer
+from nbdist.world import dispatch, inbox, lifecycle, recovery, remote_call, restarts, value_transfer
 from nbdist.world.agent_link import Link
 from nbdist.world.agents import AttachedAgent, RunningWorld, find_attachable, worlds
+from nbdist.world.engine import Engine
 from nbdist.world.mapping import ItemMap, OnError
 from nbdist.world.recovery import Following
 from nbdist.world.remote_call import find_script
 from nbdist.world.result import CellResult
-from nbdist.world.session import Session
 from nbdist.world.snapshot_store import Snapshot, SnapshotStore, owner_of, root_folder
 from nbdist.world.spec import takes_options
 from nbdist.world.split_join import Joining
@@ -150,30 +150,30 @@ class World:
     ) -> None:
         options = dict(locals())
         del options["self"]
-        self.session = Session(WorldConfig(**options))
+        self.engine = Engine(WorldConfig(**options))
 
     def __repr__(self) -> str:
-        return repr(self.session).replace("Session", "World", 1)
+        return repr(self.engine).replace("Engine", "World", 1)
 
     @property
     def size(self) -> int:
         """The number of workers; before the start, how many there will be."""
-        return self.session.size
+        return self.engine.size
 
     @property
     def state(self) -> WorldState:
         """The state of the world, such as stopped, ready or running a cell."""
-        return self.session.state
+        return self.engine.state
 
     @property
     def pids(self) -> Mapping[int, int]:
         """The process id of each rank."""
-        return self.session.pids
+        return self.engine.rank_table.pids
 
     @property
     def logs(self) -> Mapping[int, str]:
         """The folder of each rank's log files; "" for a rank without log files."""
-        return self.session.logs
+        return self.engine.rank_table.logs
 
     def status(self) -> tuple[WorkerStatus, ...]:
         """Return the status of the ranks, a row for each, also while they are busy.
@@ -183,7 +183,7 @@ class World:
         A row's `memory` is in bytes; memory that n processes share counts as 1/n for each of them.
         Its `busy_seconds` and `cpu_seconds` are in seconds.  Without workers the result is empty.
         """
-        rows: tuple[WorkerStatus, ...] = self.session.ask(GetStatus())
+        rows: tuple[WorkerStatus, ...] = inbox.ask(self.engine, GetStatus())
         return rows
 
     def stacks(
@@ -193,8 +193,8 @@ class World:
 
         `ranks` are by default all.  Without workers the result is empty.
         """
-        on = self.session.select_ranks(ranks, rank)
-        stacks: tuple[Stack, ...] = self.session.ask(GetStacks(on))
+        on = self.engine.select_ranks(ranks, rank)
+        stacks: tuple[Stack, ...] = inbox.ask(self.engine, GetStacks(on))
         return stacks
 
     # --- start and end --------------------------------------------------------------------
@@ -205,7 +205,7 @@ class World:
         The progress of a slow start is shown on stderr, if that is a terminal.  Raises StartError
         with the last lines of the rank that failed; then no process of the world is left.
         """
-        self.session.start()
+        lifecycle.start(self.engine)
 
     def restart(self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Any) -> None:
         """End all workers and start new ones; works in every state if `keep` is empty.
@@ -214,18 +214,18 @@ class World:
         task.  CUDA tensors come back on the CPU.  `changes` are arguments of `World`; the other
         arguments stay as they are.
         """
-        self.session.restart(n, keep, **changes)
+        restarts.restart(self.engine, n, keep, **changes)
 
     @property
-    def _started(self) -> Session:
-        """The session, after the workers were started if they never were before."""
+    def _started(self) -> Engine:
+        """The engine, after the workers were started if they never were before."""
         self._start_if_new()
         return self._ready
 
     @property
-    def _ready(self) -> Session:
-        """The session; the subclass `PoolWorld` first waits until all ranks can get a task."""
-        return self.session
+    def _ready(self) -> Engine:
+        """The engine; the subclass `PoolWorld` first waits until all ranks can get a task."""
+        return self.engine
 
     def _start_if_new(self) -> None:
         if self.state is WorldState.STOPPED and not self.pids:
@@ -237,11 +237,11 @@ class World:
         The subclass `PoolWorld` then waits until no job runs on the ranks.
         """
         self._start_if_new()
-        return self.session.select_ranks(ranks, rank)
+        return self.engine.select_ranks(ranks, rank)
 
     def shutdown(self) -> None:
         """End all workers and their agent; log a warning if processes are left elsewhere."""
-        if leftovers := self.session.shutdown():
+        if leftovers := lifecycle.shutdown(self.engine):
             log.warning("%s", leftovers)
 
     def __enter__(self) -> World:
@@ -283,23 +283,23 @@ class World:
         Raises:
             WorkerError: the source raised on a rank; WorkerDied: a rank's process ended.
         """
-        on, session = self._select(ranks, rank), self.session
+        on, engine = self._select(ranks, rank), self.engine
         fetch = tuple(fetch)
         brings_small = not fetch
-        task = session.task(source, ranks=on, fetch=fetch, brings_small=brings_small)
+        task = engine.task(source, ranks=on, fetch=fetch, brings_small=brings_small)
         if names and not setup:
-            check_needs(names, session.namespace)
-            with remote_call.sending(session, names, task.ranks) as (payloads, parcels):
+            check_needs(names, engine.names.namespace)
+            with remote_call.sending(engine, names, task.ranks) as (payloads, parcels):
                 task = replace(task, names=payloads)
-                return remote_call.outcome(session, [session.submit(task, shipped=parcels)])
-        payload, segment = pack_names(names, session.namespace)
+                return remote_call.outcome(engine, [dispatch.submit(engine, task, shipped=parcels)])
+        payload, segment = pack_names(names, engine.names.namespace)
         with ExitStack() as memory:
             if segment is not None:
                 memory.callback(segment.close)
             task = replace(task, plain=payload)
-            result = remote_call.run(session, task)
+            result = remote_call.run(engine, task)
             if setup:
-                session.keep_setup(source, task, segment)
+                engine.keep_setup(source, task, segment)
                 memory.pop_all()
         return result
 
@@ -343,7 +343,7 @@ class World:
         try:
             selection = remote_call.pop_selection(function, kwargs)
             on = self._select(selection.get("ranks"), selection.get("rank"))
-            return remote_call.run_call(self.session, function, args, kwargs, on)
+            return remote_call.run_call(self.engine, function, args, kwargs, on)
         except Exception as error:  # noqa: BLE001 (it can be what a rank raised)
             raise error.with_traceback(None)  # noqa: B904 (it is the same error, with less to read)
 
@@ -412,7 +412,7 @@ class World:
         """
         chosen = self._select(ranks, rank)
         on = None if ranks is None and rank is None else chosen
-        item_map = ItemMap(self.session, function, items, on, on_error)
+        item_map = ItemMap(self.engine, function, items, on, on_error)
         return item_map.as_completed() if as_completed else item_map.results()
 
     def run_script(
@@ -430,8 +430,8 @@ class World:
         SyntaxError.  Raises the errors of `execute` if the last attempt has failed.
         """
         script = find_script("module" if module else "file", program, args)
-        task = self.session.task(script, ranks=self._select(ranks, rank))
-        return remote_call.run(self.session, task, max_restarts)
+        task = self.engine.task(script, ranks=self._select(ranks, rank))
+        return remote_call.run(self.engine, task, max_restarts)
 
     def call(
         self,
@@ -447,7 +447,7 @@ class World:
         rank i.  Raises the errors of `execute`.
         """
         on = self._select(ranks, rank)
-        return remote_call.run(self.session, self.session.task(OpCall(op, arguments), ranks=on))
+        return remote_call.run(self.engine, self.engine.task(OpCall(op, arguments), ranks=on))
 
     def gather(
         self,
@@ -485,9 +485,9 @@ class World:
         if join not in (None, *get_args(Joining)):
             raise UsageError(f'`join={join!r}`: use "stack" or "cat".')
         on = self._select(ranks, rank)
-        session, only = self.session, None if rank is None else on[0]
-        run_task = lambda task: remote_call.run(session, task).by_rank  # noqa: E731
-        values = value_transfer.gather(session, names, on, run_task, rank=only, how=join, dim=dim)
+        engine, only = self.engine, None if rank is None else on[0]
+        run_task = lambda task: remote_call.run(engine, task).by_rank  # noqa: E731
+        values = value_transfer.gather(engine, names, on, run_task, rank=only, how=join, dim=dim)
         return values[0] if isinstance(name, str) else tuple(values)
 
     def scatter(
@@ -522,10 +522,10 @@ class World:
                 bound.
         """
         on = self._select(ranks, rank)
-        with closing(Scatter(self.session, name, value, on, dim)) as scatter:
+        with closing(Scatter(self.engine, name, value, on, dim)) as scatter:
             for _ in scatter.packing():
                 pass
-            value_transfer.bind(self.session, *scatter.tasks())
+            value_transfer.bind(self.engine, *scatter.tasks())
 
     def task(
         self,
@@ -540,23 +540,23 @@ class World:
     ) -> Task:
         """Return a new task for `submit`, by default on all ranks; a text is a cell's source."""
         fields = {"plain": names, "fetch": fetch, "execution_count": execution_count}
-        return self.session.task(work, ranks=ranks, rank=rank, key=key, **fields)
+        return self.engine.task(work, ranks=ranks, rank=rank, key=key, **fields)
 
     def submit(self, task: Task, patience: Patience | None = None) -> TaskRun:
         """Send a task to its ranks without waiting for its end; pass the returned run to `follow`.
 
         `patience` has timeouts for this task alone; by default the world's timeouts are used.
-        Raises the errors of `Session.submit`.
+        Raises the errors of `nbdist.world.dispatch.submit`.
         """
-        before, session = self.session.everyone, self._started
-        return session.submit(session.with_current_ranks(task, before), patience)
+        before, engine = self.engine.rank_table.everyone, self._started
+        return dispatch.submit(engine, engine.with_current_ranks(task, before), patience)
 
     def follow(self, running: TaskRun, *, answers: bool = False) -> Following:
-        """Yield output until the task has ended, as `Session.follow` does.
+        """Yield output until the task has ended, as `nbdist.world.recovery.follow` does.
 
         The caller then has to check `running.error()`.
         """
-        return self.session.follow(running, answers=answers)
+        return recovery.follow(self.engine, running, answers=answers)
 
     def catch_up(self) -> CellResult[Any] | None:
         """Show the output of the tasks that ran when this world was attached, until all have ended.
@@ -565,17 +565,17 @@ class World:
         task ran then, or if all have ended already.
         """
         result = None
-        for running in [*self.session.runs]:  # in the order in which the tasks were sent
+        for running in [*self.engine.task_table.runs]:  # in the order in which the tasks were sent
             if not running.is_over:
                 try:
-                    result = remote_call.outcome(self.session, [running])
+                    result = remote_call.outcome(self.engine, [running])
                 finally:
-                    self.session.release_values(running)
+                    self.engine.connection.release_values(running)
         return result
 
     def interrupt(self) -> None:
         """Interrupt the ranks that run a task; do nothing if no rank runs a task."""
-        self.session.interrupt()
+        recovery.interrupt_all(self.engine)
 
     # --- the group ------------------------------------------------------------------------
 
@@ -589,7 +589,7 @@ class World:
                 back the variables in `keep`.
             AgentLost: the agent and its workers have ended.
         """
-        self.session.replace(ranks, keep)
+        restarts.replace(self.engine, ranks, keep)
 
     def scale(self, n: int | str | None = None, *, ranks: RankSelection | None = None) -> None:
         """Change the number of workers: to 3, by "+2" or by "-1"; or keep only some `ranks`.
@@ -611,7 +611,7 @@ class World:
             ScaleError: a new rank could not be started; the world is as before.
             WorldBroken: the ranks could not form a group; `restart` is the remedy.
         """
-        self._ready.scale(n, ranks)
+        restarts.scale(self._ready, n, ranks)
 
     def sync(
         self, names: Sequence[str], source: int = 0, ranks: RankSelection | None = None
@@ -627,9 +627,9 @@ class World:
         variables are copied together, so a model and its optimizer still share parameters.  CUDA
         tensors arrive on the rank's own GPU.  Raises UsageError for a name that cannot be copied.
         """
-        session = self._ready
-        to = None if ranks is None else session.select_ranks(ranks)
-        return value_transfer.sync(session, names, source, to)
+        engine = self._ready
+        to = None if ranks is None else engine.select_ranks(ranks)
+        return value_transfer.sync(engine, names, source, to)
 
     def tracked(self, name: str) -> Any:
         """Return the values that ranks have tracked under a name, as a pandas DataFrame.
@@ -640,7 +640,7 @@ class World:
 
         Raises UsageError if nothing was tracked under this name, or if pandas is missing.
         """
-        return self.session.curves.table(name)
+        return self.engine.outputs.curves.table(name)
 
     # --- what workers have ----------------------------------------------------------------
 
@@ -683,16 +683,16 @@ class World:
         """
         store, names = self.snapshot_store, _names_in(variables)
         snapshot = store.find(name)  # raises before workers are started
-        session = self._started
-        to = None if ranks is None else session.select_ranks(ranks)
-        return value_transfer.restore(session, store, snapshot, names, to, from_rank)
+        engine = self._started
+        to = None if ranks is None else engine.select_ranks(ranks)
+        return value_transfer.restore(engine, store, snapshot, names, to, from_rank)
 
     @property
     def snapshot_store(self) -> SnapshotStore:
         """The store with the snapshots of this notebook and others, in the `root_folder`."""
-        config = self.session.config
+        config = self.engine.config
         return SnapshotStore(
-            root_folder(self.session.spec.config.log_dir or ""), owner_of(config.pool)
+            root_folder(self.engine.rank_table.spec.config.log_dir or ""), owner_of(config.pool)
         )
 
 
@@ -769,8 +769,8 @@ def distributed(function: Any = None, /, **options: Any) -> Any:
         try:
             with World(**vars(config)) as world:
                 # Not `World.run`, which takes `ranks` and `rank` for its own arguments.
-                everyone = world.session.everyone
-                return remote_call.run_call(world.session, function, args, kwargs, everyone)
+                everyone = world.engine.rank_table.everyone
+                return remote_call.run_call(world.engine, function, args, kwargs, everyone)
         except NbdistError as error:
             raise error.with_traceback(None)  # noqa: B904 (it is the same error, with less to read)
 
@@ -791,7 +791,7 @@ def attach(name: str | None = None) -> World:
 
 
 def take_over(running_world: RunningWorld, namespace: dict[str, Any]) -> World:
-    """Take over a world that was found; its session reads and binds names in `namespace`.
+    """Take over a world that was found; its engine reads and binds names in `namespace`.
 
     Raises UsageError if the world refuses, as `attach` does.
     """
@@ -802,11 +802,11 @@ def take_over(running_world: RunningWorld, namespace: dict[str, Any]) -> World:
         raise running_world.refusal(error) from None
     try:
         attached = link.take_over(AttachedAgent(running_world, folder.socket))
-        session = Session(attached.memory.config, attached)
-        session.attach(link, attached, namespace)
+        engine = Engine(attached.memory.config, attached)
+        lifecycle.attach(engine, link, attached, namespace)
     except BaseException:
         link.detach()
         raise
     world = World.__new__(World)
-    world.session = session
+    world.engine = engine
     return world

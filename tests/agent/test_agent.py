@@ -37,9 +37,9 @@ if __name__ == "__main__":
     world.start()
     world.execute(sys.argv[2])
     world.submit(world.task(sys.argv[3]))
-    print(world.session.link.agent.pid, flush=True)
+    print(world.engine.connection.link.agent.pid, flush=True)
     sys.stdin.read()
-    world.session.link.close()
+    world.engine.connection.link.close()
     os._exit(0)
 """
 

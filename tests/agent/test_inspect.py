@@ -19,6 +19,7 @@ from nbdist.agent.inspect import GpuGauge, UsageWatch, status_of
 from nbdist.system.processes import thread_state
 from nbdist.wire.places import RankPosition, Stack
 from nbdist.wire.status import Gpu, WorkerStatus
+from nbdist.world import dispatch, inbox
 from nbdist.world.result import usage_text
 from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
@@ -67,14 +68,14 @@ def busy(world: World, source: str, is_there: Callable[[int], bool]) -> Iterator
         world.interrupt()
         raise
     finally:
-        world.session.wait(running)
+        dispatch.wait(world.engine, running)
 
 
 def until(world: World, fact: Callable[[], bool]) -> None:
     """Receive messages of ranks until `fact` holds."""
     deadline = time.monotonic() + SOON
     while not fact():
-        world.session.receive(0.01)
+        inbox.receive(world.engine, 0.01)
         assert time.monotonic() < deadline, world.stacks()
 
 
@@ -178,7 +179,7 @@ def test_a_rank_that_a_signal_has_stopped_is_reported(world: World) -> None:
         until(world, lambda: not next(world.follow(running)) and running.waits == said)
     finally:
         os.kill(world.pids[1], signal.SIGCONT)
-    world.session.wait(running)
+    dispatch.wait(world.engine, running)
     assert running.error() is None
 
 

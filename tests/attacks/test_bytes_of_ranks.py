@@ -10,6 +10,7 @@ import pytest
 
 from nbdist.output.events import Died
 from nbdist.output.screen import Screen
+from nbdist.world import dispatch
 from nbdist.world.states import WorldState
 from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
@@ -167,7 +168,7 @@ GREETINGS = (b"\x01", b"\x00", b"\x01\x00", b"\xff", b"\xff" + bytes(8) + b"\x7f
 @pytest.mark.parametrize("greeting", GREETINGS)
 def test_a_foreign_client_gets_no_message_of_the_notebook(started: World, greeting: bytes) -> None:
     """A process of the user that connects and stays gets none of the notebook's messages."""
-    path = started.session.link.address.removeprefix("ipc://")
+    path = started.engine.connection.link.address.removeprefix("ipc://")
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         connection.sendall(greeting)
@@ -253,7 +254,7 @@ def test_malformed_control_answers_harm_no_cell(started: World) -> None:
         running = started.submit(started.task("import time; time.sleep(0.1)"))
         rows, stacks = started.status(), started.stacks()
         assert [row.rank for row in rows] == [stack.rank for stack in stacks] == [0, 1], answer
-        started.session.wait(running)
+        dispatch.wait(started.engine, running)
         assert running.error() is None, answer
     started.execute("if rank == 1: del thread._send")
     assert started.state is WorldState.READY

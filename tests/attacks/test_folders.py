@@ -21,6 +21,7 @@ import pytest
 from nbdist.agent.worker_output import ATTEMPT_FOLDER, RUNS_KEPT
 from nbdist.errors import NoRuntimeFolder, ScaleError, UsageError, WorkerDied
 from nbdist.system.folders import RuntimeFolder
+from nbdist.world import dispatch
 from nbdist.world.snapshot_store import SNAPSHOTS_PER_NAME, Snapshot
 from nbdist.world.world import World
 from tests.waiting import wait_until
@@ -144,7 +145,7 @@ def test_logs_are_written_through(world: World, tmp_path: Path) -> None:
     )
     wait_until(lambda: "in the cell" in log.read_text())
     go_on.touch()
-    world.session.wait(cell)
+    dispatch.wait(world.engine, cell)
     wait_until(lambda: "after the cell" in log.read_text())
 
 
@@ -256,7 +257,7 @@ def test_ranks_check_snapshots_themselves(world: World, taken: Snapshot) -> None
 def test_an_empty_or_a_missing_folder_costs_nothing(world: World) -> None:
     """A world whose runtime folder is emptied, then removed, runs cells and replaces its ranks."""
     world.execute("x = 10 + rank")
-    folder = Path(world.session.link.agent.command.split()[-2])
+    folder = Path(world.engine.connection.link.agent.command.split()[-2])
     for take in ("contents", "folder"):
         for each in folder.iterdir():
             each.unlink()

@@ -130,7 +130,7 @@ def two_ranks_with_a_variable(world: World) -> None:
 
 def tree(world: World) -> list[psutil.Process]:
     """Return the guard, the agent, the fork server and the workers."""
-    guard = psutil.Process(world.session.link.agent.pid)
+    guard = psutil.Process(world.engine.connection.link.agent.pid)
     return [guard, *guard.children(recursive=True)]
 
 
@@ -214,7 +214,7 @@ def test_a_start_without_processes_names_the_limit(world: World, group: Path) ->
 
 def test_the_agent_needs_no_thread_for_a_worker(world: World) -> None:
     """New workers need no thread of the agent, since zmq aborts if its thread cannot start."""
-    (agent,) = psutil.Process(world.session.link.agent.pid).children()
+    (agent,) = psutil.Process(world.engine.connection.link.agent.pid).children()
     before = agent.num_threads()
     world.scale(4)
     assert agent.num_threads() == before

@@ -16,6 +16,7 @@ from nbdist import World
 from nbdist.agent.outbox import SHOWN_KEPT
 from nbdist.errors import WorkerError
 from nbdist.output.rank_transcript import SHOWN_AT_MOST
+from nbdist.world import dispatch
 from tests.cells import press_stop, run_for
 from tests.notebook.front_end import Notebook
 from tests.traces import command_line
@@ -262,12 +263,12 @@ def megabytes_of_agent(guard: int) -> float:
 
 def test_displays_that_nobody_takes_are_limited(world: World, tmp_path: Path) -> None:
     """An agent keeps displays up to a limit; the notebook gets the newest and a count of others."""
-    guard, file = world.session.link.agent.pid, tmp_path / "shown"
+    guard, file = world.engine.connection.link.agent.pid, tmp_path / "shown"
     before = megabytes_of_agent(guard)
     running = world.submit(world.task(f"{FLOOD}Path({str(file)!r}).touch()", ranks=[1]))
     wait_until(file.exists, "the rank has shown all of it")
     assert megabytes_of_agent(guard) - before < 2.5 * SHOWN_KEPT / 2**20 < PAGES * PAGE / 2**20
-    world.session.wait(running)
+    dispatch.wait(world.engine, running)
     assert running.error() is None
     said = [shown.plain for shown in running.transcript[1].displays]
     pages = said.count(said[-1])

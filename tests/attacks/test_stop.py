@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbdist.errors import WorkerDied
+from nbdist.world import dispatch
 from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
 from tests.cells import press_stop
@@ -40,7 +41,7 @@ def leave(world: World, running: TaskRun) -> None:
     C code that gets a tenth of a processor takes ten times as long.
     """
     while running.unfinished:
-        world.session.wait_for_stop()
+        dispatch.wait_for_stop(world.engine)
 
 
 def test_stop_in_a_first_collective_loses_nothing(world: World) -> None:

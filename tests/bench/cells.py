@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from nbdist.errors import WorkerError
+from nbdist.world import dispatch, inbox
 from nbdist.world.world import World
 from tests.bench.lab import DONE, REPLIED, CellFailed, Figure, Lab, Notebook, percentile, seconds_of
 from tests.bench.starting import ALL_REDUCE, start_world
@@ -321,9 +322,9 @@ def look(lab: Lab) -> Iterator[Figure]:
                 running = world.submit(world.task(source.format(seconds=seconds)))
                 settled = time.monotonic() + SETTLE_SECONDS
                 while time.monotonic() < settled:
-                    world.session.receive(0.1)
+                    inbox.receive(world.engine, 0.1)
                 status = tuple(seconds_of(world.status) for _ in range(lab.runs))
                 yield Figure("look", f"status, {what}, n={ranks}", "s", status, STATUS_BUDGET)
                 stacks = tuple(seconds_of(world.stacks) for _ in range(lab.runs))
                 yield Figure("look", f"stacks, {what}, n={ranks}", "s", stacks, STACKS_BUDGET)
-                world.session.wait(running)
+                dispatch.wait(world.engine, running)

@@ -157,7 +157,7 @@ def track(lab: Lab) -> Iterator[Figure]:
         seconds = time.process_time() - begun
         what = f"{FLOOD:,} points from {RANKS} ranks, CPU of the notebook"
         yield Figure("track", what, "s", (seconds,), NOTEBOOK_BUDGET)
-        curves, took = world.session.curves, []
+        curves, took = world.engine.outputs.curves, []
         for draw in (curves_html, curves_text):
             begun = time.process_time()
             draw(curves)

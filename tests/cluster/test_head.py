@@ -39,6 +39,7 @@ from nbdist.wire.messages import (
 from nbdist.wire.node_messages import Form, Formed, GetHeld, LiveRanks, NodeDown, Renumber
 from nbdist.wire.status import WorkerStatus
 from nbdist.wire.store import STORE_SOCKET
+from nbdist.world import dispatch, inbox
 from nbdist.world.code_sync import archive_of
 from nbdist.world.stop import SPARE_TIMEOUT
 from nbdist.world.world import World
@@ -149,7 +150,7 @@ def test_stop_finds_a_step_without_a_finished_rank(world: World) -> None:
         for _ in world.follow(running):
             if running.unfinished == (0, 1, 2) and running.age > 0.5:
                 break
-        world.session.link.send(Interrupt((0, 1, 2, 3)))
+        world.engine.connection.link.send(Interrupt((0, 1, 2, 3)))
         assert follow(world, running).error is None
         found.append(world.gather("where"))
         if found[-1] == [*["_wait_for_stop_step"] * 3, ""]:
@@ -200,12 +201,14 @@ def test_a_second_stop_interrupts_ranks_only_once(world: World) -> None:
     late = psutil.Process(world.pids[3])
     late.suspend()  # the head waits for the step count of this rank
     world.interrupt()
-    world.session.receive(0.1)
+    inbox.receive(world.engine, 0.1)
     world.interrupt()
-    wait_until(lambda: world.session.receive(0.1) or running.age > 1.8, "both have had an effect")
+    wait_until(
+        lambda: inbox.receive(world.engine, 0.1) or running.age > 1.8, "both have had an effect"
+    )
     late.resume()
-    world.session.wait(running)
-    world.session.wait_for_stop()
+    dispatch.wait(world.engine, running)
+    dispatch.wait_for_stop(world.engine)
     assert world.gather("globals().get('has_cleaned_up')")[:3] == [True] * 3
 
 
@@ -224,7 +227,7 @@ class StopsOnce(deque[Any]):
 def test_stop_at_an_acknowledgement_loses_nothing(world: World) -> None:
     """The batch is not acknowledged twice, and all variables stay."""
     world.execute("kept = rank")
-    link = world.session.link
+    link = world.engine.connection.link
     link.arrived = arrived = StopsOnce(link.arrived)
     with pytest.raises(KeyboardInterrupt):
         world.execute("print('shown')")

@@ -25,6 +25,7 @@ from nbdist.cluster.ticket import SUFFIX, KeyPair, Ticket, read_key_file
 from nbdist.config import WorldConfig
 from nbdist.errors import WorkerDied
 from nbdist.topology import parse_hosts
+from nbdist.world import inbox, lifecycle
 from nbdist.world.states import WorldState
 from nbdist.world.world import World
 from tests.cluster.conftest import install
@@ -153,7 +154,7 @@ def test_join_starts_one_agent_per_node(
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     (folder := tmp_path / "cwd").mkdir()
     said: list[str] = []
-    start = threading.Thread(target=lambda: said.extend(world.session.starting_texts()))
+    start = threading.Thread(target=lambda: said.extend(lifecycle.starting_texts(world.engine)))
     start.start()
     place = place_in(offers)
     joined = [
@@ -165,7 +166,7 @@ def test_join_starts_one_agent_per_node(
     world.execute("dist.all_reduce(t); mpi = [n for n in os.environ if n.startswith('OMPI_')]")
     seen = world.gather("(float(t), world_size, os.environ['GROUP_WORLD_SIZE'], mpi)")
     assert seen == [(2.0, 2, "2", [])] * 2
-    assert world.session.resolve("auto") == 2  # for a cell that asks for `auto` again
+    assert world.engine.resolve("auto") == 2  # for a cell that asks for `auto` again
     host = os.uname().nodename
     texts = [text for text in said if text]
     assert f"starting: run `nbdist join {place}` on each machine · 0 of 2 nodes" in texts
@@ -213,7 +214,10 @@ def test_only_a_machine_with_the_key_joins(world: World, offers: Path) -> None:
         world.execute("import torch.distributed as dist\nwhile True: dist.barrier()")
     assert right[1].wait(SOON) == 128 + signal.SIGTERM
     right.append(join(1))
-    wait_until(lambda: world.session.receive(0.01) or world.session.joined, "it comes again")
+    wait_until(
+        lambda: inbox.receive(world.engine, 0.01) or world.engine.rank_table.joined,
+        "it comes again",
+    )
     assert world.gather("globals().get('kept')") == [0, None]
     world.shutdown()
     assert [right[index].wait(SOON) for index in (0, 2)] == [0, 0]
@@ -226,7 +230,7 @@ def no_secret_is_to_be_seen(ticket: Ticket, world: World) -> None:
     found = [shows(pid, key) for pid in psutil.pids() for key in keys]
     assert found.count("") > 20
     assert not any(found)
-    head = Path(world.session.link.address.removeprefix("ipc://")).parent
+    head = Path(world.engine.connection.link.address.removeprefix("ipc://")).parent
     world.execute("import os; folder = os.path.dirname(os.environ['TORCHELASTIC_ERROR_FILE'])")
     folders = [head, *map(Path, world.gather("folder"))]
     files = [each for folder in folders for each in folder.rglob("*") if each.is_file()]

@@ -28,6 +28,7 @@ from nbdist.wire.messages import GetStatus
 from nbdist.wire.node_messages import NodeFacts, NodeHello, Reach
 from nbdist.wire.queries import DescribeRanks
 from nbdist.wire.spec import versions_here
+from nbdist.world import dispatch, recovery
 from nbdist.world.agents import ask_all, worlds
 from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
@@ -69,10 +70,10 @@ def test_a_task_runs_on_all_late_machines(launchers: None, tmp_path: Path) -> No
         task = world.task("x = 7")
         assert task.ranks == (0,)  # the number of ranks is not known yet
         running = world.submit(task)
-        assert (running.task.ranks, world.size > 1) == (world.session.everyone, True)
-        world.session.finish(running)
+        assert (running.task.ranks, world.size > 1) == (world.engine.rank_table.everyone, True)
+        dispatch.finish(world.engine, running)
         assert {row.host for row in world.status()} == {"node0", "node1"}
-        before, agent = world.pids, world.session.link.agent
+        before, agent = world.pids, world.engine.connection.link.agent
         below = psutil.Process(agent.pid).children(recursive=True)
         sockets = [each for process in below for each in process.net_connections("tcp")]
         listening = [each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN]
@@ -80,10 +81,10 @@ def test_a_task_runs_on_all_late_machines(launchers: None, tmp_path: Path) -> No
         said = r"`--launcher nowhere`: available: here, .*local, .*ssh"
         with pytest.raises(UsageError, match=said):
             world.restart(launcher="nowhere", n=2)
-        assert (world.pids, world.session.config.launcher_name) == (before, "here")
+        assert (world.pids, world.engine.config.launcher_name) == (before, "here")
         world.restart(1, keep=["x"], launcher="local", python=sys.executable)
         assert "nbdist.cluster" in agent.command
-        assert "nbdist.cluster" not in world.session.link.agent.command
+        assert "nbdist.cluster" not in world.engine.connection.link.agent.command
         assert not psutil.pid_exists(agent.pid)
         assert world.gather("x") == [7]
     finally:
@@ -109,7 +110,7 @@ def test_a_restart_brings_a_lost_machine_back(launchers: None) -> None:
     """The error names the restart, though as many nodes are left as the world needs."""
     with World(layout="1:2x1", launcher="here", log_dir="", show=False) as world:
         wait_until(lambda: has_ranks(world, 2), "the second machine is there")
-        everyone = psutil.Process(world.session.link.agent.pid).children(recursive=True)
+        everyone = psutil.Process(world.engine.connection.link.agent.pid).children(recursive=True)
         guard, agent = (each for each in everyone if command_line(each)[-2:] == ["--node", "1"])
         assert agent.ppid() == guard.pid
         agent.kill()
@@ -318,17 +319,17 @@ def cut(agent: psutil.Process, head: int) -> None:
 @pytest.mark.shared_world
 def test_a_lost_connection_is_made_again(world: World, tmp_path: Path) -> None:
     """No output is lost or doubled if connections are cut, and no rank if the head was paused."""
-    (head,) = psutil.Process(world.session.link.agent.pid).children()
+    (head,) = psutil.Process(world.engine.connection.link.agent.pid).children()
     second, gate = agents(head.pid)["1"], tmp_path / "gate"
     pids = dict(world.pids)
-    running = world.session.submit(world.session.task(COUNT.format(gate=str(gate))))
+    running = dispatch.submit(world.engine, world.engine.task(COUNT.format(gate=str(gate))))
     second_rank = running.transcript[1]
     for _ in range(5):
         count = second_rank.line_count
         follow(world, running, lambda: second_rank.line_count > count)  # noqa: B023
         cut(second, head.pid)
     gate.touch()
-    world.session.wait(running)
+    dispatch.wait(world.engine, running)
     assert running.error() is None
     lines = second_rank.written().split()
     assert lines == [str(number) for number in range(len(lines))]
@@ -342,16 +343,16 @@ def test_a_lost_connection_is_made_again(world: World, tmp_path: Path) -> None:
 @pytest.mark.shared_world
 def test_a_paused_agent_is_named_or_lost(world: World, tmp_path: Path) -> None:
     """A cell names the agent and goes on after a pause; after the link's timeout a rank is lost."""
-    head, gate = world.session.link.agent.pid, tmp_path / "gate"
+    head, gate = world.engine.connection.link.agent.pid, tmp_path / "gate"
     second = agents(head)["1"]
     silent = f"node1 does not respond and counts as lost after {LINK_TIMEOUT} s"
-    running = world.session.submit(world.session.task(COUNT.format(gate=str(gate))))
+    running = dispatch.submit(world.engine, world.engine.task(COUNT.format(gate=str(gate))))
     follow(world, running, lambda: running.unfinished and not running.waits)
     with paused(second.pid):
         follow(world, running, lambda: silent in running.waits)
     follow(world, running, lambda: silent not in running.waits)
     gate.touch()
-    world.session.wait(running)
+    dispatch.wait(world.engine, running)
     assert running.error() is None
     with paused(second.pid), pytest.raises(WorkerDied, match=r"rank 1 on node1 .*was lost"):
         world.execute("while True: dist.all_reduce(torch.ones(1))")
@@ -362,10 +363,10 @@ def test_a_paused_agent_is_named_or_lost(world: World, tmp_path: Path) -> None:
 def test_a_silent_agent_hides_no_world(launchers: None) -> None:
     """A question about all ranks is answered about the other ranks before it times out."""
     with World(layout="2x1", **{**OPTIONS, "link_timeout": 60}) as world:
-        (head,) = psutil.Process(world.session.link.agent.pid).children()
+        (head,) = psutil.Process(world.engine.connection.link.agent.pid).children()
         with paused(agents(head.pid)["1"].pid), ThreadPoolExecutor() as pool:
             in_terminal = pool.submit(ask_all, DescribeRanks(), TERMINAL_TIMEOUT)
-            assert [row.rank for row in world.session.ask_from_thread(GetStatus())] == [0]
+            assert [row.rank for row in world.engine.ask_from_thread(GetStatus())] == [0]
             found = {each.agent: each.info for each in in_terminal.result()}
             assert [row.rank for row in found[head.pid].ranks] == [0]
 
@@ -385,7 +386,7 @@ def test_a_detached_head_ends_without_its_machines(launchers: None) -> None:
 
 def follow(world: World, running: TaskRun, is_so: Callable[[], object]) -> None:
     """Follow a cell until a condition is true, which must be before the cell ends."""
-    for _ in world.session.follow(running):
+    for _ in recovery.follow(world.engine, running):
         if is_so():
             return
     pytest.fail(f"the cell has ended: {running.error()}")

@@ -22,6 +22,7 @@ from nbdist.output.events import Died
 from nbdist.system.folders import RuntimeFolder
 from nbdist.system.processes import children_of
 from nbdist.wire.places import RankPosition
+from nbdist.world import dispatch
 from nbdist.world.agents import AgentProcess
 from nbdist.world.states import WorldState
 from nbdist.world.world import World
@@ -137,8 +138,8 @@ DIES = "import os, time\nif rank == 1: time.sleep(0.2); os.kill(os.getpid(), 9)\
 @pytest.fixture
 def world(started: World) -> World:
     """A ready world of four ranks with `kept`, and no restarts or policy of an earlier test."""
-    started.session.pop_replaced()
-    started.session.on_failure = "heal"
+    started.engine.rank_table.pop_replaced()
+    started.engine.config = started.engine.config.with_changes(on_failure="heal")
     if started.state is not WorldState.READY or started.size != 4:
         started.restart(4)
     started.execute("kept = rank")
@@ -147,7 +148,7 @@ def world(started: World) -> World:
 
 def test_restart_all_gives_all_ranks_new_workers(world: World) -> None:
     """With `restart-all` a death makes all workers new, and is reported once."""
-    world.session.on_failure = "restart-all"
+    world.engine.config = world.engine.config.with_changes(on_failure="restart-all")
     before = dict(world.pids)
     ran = run(
         world,
@@ -164,8 +165,8 @@ def test_restart_all_gives_all_ranks_new_workers(world: World) -> None:
     assert error.rank == 1
     assert "All workers were restarted (`--on-failure restart-all`); their" in str(error)
     with pytest.raises(WorkerDied):
-        world.session.check(ran.running)
-    assert world.session.pop_replaced() == {}
+        dispatch.check(world.engine, ran.running)
+    assert world.engine.rank_table.pop_replaced() == {}
     assert set(before.values()).isdisjoint(world.pids.values())
     assert world.gather("globals().get('kept')") == [None] * 4
     world.execute(SUM)
@@ -173,7 +174,7 @@ def test_restart_all_gives_all_ranks_new_workers(world: World) -> None:
 
 def test_the_stop_policy_ends_all_workers_after_deaths(world: World) -> None:
     """With `stop` a death ends all workers, an exception does not; a start makes new workers."""
-    world.session.on_failure = "stop"
+    world.engine.config = world.engine.config.with_changes(on_failure="stop")
     before = dict(world.pids)
     error = run(world, "if rank == 1: raise ValueError\ndist.barrier()").error
     assert isinstance(error, WorkerError)
@@ -213,7 +214,7 @@ def test_a_survivor_that_gloo_does_not_wake_is_restarted(world: World, tmp_path:
     gate = tmp_path / "gate"
 
     def places() -> Mapping[int, RankPosition]:
-        running = world.session.running
+        running = world.engine.task_table.last
         return defaultdict(RankPosition, running.places if running else {})
 
     def all_wait() -> bool:
@@ -291,7 +292,7 @@ def test_survivors_form_another_group_if_one_more_rank_dies(world: World) -> Non
     )
     kill_idle(world, 1)
     world.execute(SUM)
-    assert world.session.pop_replaced().keys() == {0, 1}
+    assert world.engine.rank_table.pop_replaced().keys() == {0, 1}
     assert world.gather("globals().get('kept')") == [None, None, 2, 3]
 
 
@@ -315,7 +316,7 @@ def test_ranks_that_await_a_failing_survivor_lose_nothing(world: World) -> None:
     lost = {fails, (fails + 1) % 4}
     kill_idle(world, max(lost - {fails}))
     world.execute(SUM)
-    assert world.session.pop_replaced().keys() == lost
+    assert world.engine.rank_table.pop_replaced().keys() == lost
     kept = [None if rank in lost else rank for rank in range(4)]
     assert world.gather("globals().get('kept')") == kept
 
@@ -329,7 +330,7 @@ def test_replace_renews_the_given_ranks_only(world: World) -> None:
         assert [rank for rank in before if before[rank] != world.pids[rank]] == ranks
         kept = [None if rank in ranks else rank for rank in range(4)]
         assert world.gather("globals().get('kept')") == kept
-        assert re.search("kept(,| and) net", world.session.names.lacking_text(ranks))
+        assert re.search("kept(,| and) net", world.engine.names.lacking_text(ranks))
         world.execute(SUM)
     running = world.submit(world.task("import time; time.sleep(1)"))
     with pytest.raises(UsageError, match="still running an earlier cell"):
@@ -357,7 +358,7 @@ def test_named_variables_survive_a_restart(world: World) -> None:
     assert world.gather("'other' in globals()") == [False] * 4
     world.replace([2], keep=["big"])
     assert world.gather("big[0].item()") == [0.0, 1.0, 2.0, 3.0]
-    assert world.session.names.lacking_text([2]) == "both"
+    assert world.engine.names.lacking_text([2]) == "both"
     world.execute("import threading; lock = threading.Lock()")
     before = dict(world.pids)
     for keep in ("nowhere", "lock"):

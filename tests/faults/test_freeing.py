@@ -21,6 +21,7 @@ from nbdist.errors import (
     WorkerDied,
     WorkerError,
 )
+from nbdist.world import dispatch
 from nbdist.world.states import WorldState
 from nbdist.world.world import World
 from tests.cells import ends, press_stop, run_for, stop
@@ -259,7 +260,7 @@ def test_stop_releases_ranks_beside_one_in_c_code(world: World, stuck: int) -> N
     assert {*running.transcript.errors} - {stuck} == {*range(4)} - {stuck}
     if running.unfinished:  # Stop has not ended the rank yet
         os.kill(world.pids[stuck], signal.SIGKILL)
-        world.session.wait(running)
+        dispatch.wait(world.engine, running)
     world.execute(ALL_MEET)
 
 
@@ -420,5 +421,5 @@ def test_a_blocked_notebook_keeps_nobody_waiting(
     for _ in world.follow(running):
         pass
     with pytest.raises(error):
-        world.session.check(running)
+        dispatch.check(world.engine, running)
     world.execute(ALL_MEET)

@@ -12,6 +12,7 @@ import pytest
 from nbdist.agent.step_stops import STEP_TIMEOUT
 from nbdist.config import Patience
 from nbdist.errors import CellTimeout, WorkerDied, WorkerError
+from nbdist.world import dispatch, inbox
 from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
 from tests.cells import ends, follow, press_stop, run_for, stop
@@ -153,9 +154,9 @@ def test_a_second_stop_interrupts_at_once(world: World) -> None:
         world.execute(BEGIN + ADAM)
         running = train(world, cell, 5, 5, 4, 5)
         world.interrupt()
-        world.session.receive(0.2)
+        inbox.receive(world.engine, 0.2)
         seconds.append(seconds_to_stop(world, running))
-        world.session.wait_for_stop()
+        dispatch.wait_for_stop(world.engine)
         assert "rank 2 after step 4" in running.replicas_text
     assert not waits_for_steps(seconds)
 
@@ -178,7 +179,9 @@ def test_a_late_rank_is_reported_with_the_next_task(world: World, when: str) -> 
     press_stop(world, running)
     assert (running.unfinished, running.replicas_text) == ((2,), "")
     if when == "afterwards":
-        wait_until(lambda: world.session.receive(0.1) or not running.unfinished, "it has left")
+        wait_until(
+            lambda: inbox.receive(world.engine, 0.1) or not running.unfinished, "it has left"
+        )
     with pytest.warns(UserWarning, match="stopped late.*Replicas may differ: .* rank 2 after"):
         world.execute("pass")
     world.execute("pass")
@@ -281,10 +284,10 @@ def test_sigint_as_a_task_ends_hides_no_steps(world: World, late: int) -> None:
     trains = f"for _ in range(5): optimizer.step()\nmade{late} = rank"
     source = LATE_SIGINT.format(late=late) + trains
     running = world.submit(world.task(source))
-    world.session.wait(running)
+    dispatch.wait(world.engine, running)
     assert steps(running) == [5, 5, 5, 5]
     assert [*running.transcript.errors] == ([] if late == 1 else [0])
-    has_made = world.session.names.ranks_with(f"made{late}")
+    has_made = world.engine.names.ranks_with(f"made{late}")
     assert has_made == ((0, 1, 2, 3) if late == 1 else (1, 2, 3))
     world.execute("signal.signal = set_handler")
     cell = AT_STEP_5.format(when="rank", do="time.sleep(600)")

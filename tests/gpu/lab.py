@@ -77,9 +77,9 @@ def make_world(kind: str, n: int, **options: Any) -> World:
 
 def whole(world: World) -> World:
     """Make the world ready for the next test, whatever the last test has done to the world."""
-    world.session.setup.forget()
-    world.session.pop_replaced()
-    world.session.on_failure = "heal"
+    world.engine.setup.forget()
+    world.engine.rank_table.pop_replaced()
+    world.engine.config = world.engine.config.with_changes(on_failure="heal")
     if world.state is not WorldState.READY:
         world.restart()
     world.execute(ON_DEVICE, setup=True)

@@ -107,7 +107,9 @@ def test_hosts_are_named(world: World) -> None:
     command = [sys.executable, "-m", "nbdist.terminal", "status"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=SOON).stdout
     # Other tests have worlds of their own, some with the same name.
-    _, _, ours = shown.partition(f"{world.session.spec.name} · notebook pid {os.getpid()}")
+    _, _, ours = shown.partition(
+        f"{world.engine.rank_table.spec.name} · notebook pid {os.getpid()}"
+    )
     rows = [line.split()[:2] for line in ours.splitlines() if "idle" in line]
     assert rows[:2] == [["0", "node1"], ["1", "node2"]], shown
     records: list[logging.LogRecord] = []

@@ -20,6 +20,7 @@ import torch
 
 from nbdist.errors import AgentLost, ScaleError, UsageError, WorkerDied, WorkerError
 from nbdist.terminal.worlds import kill_world
+from nbdist.world import dispatch, inbox, recovery
 from nbdist.world.remote_call import sending
 from nbdist.world.states import WorldState
 from nbdist.world.task_run import TaskRun
@@ -128,8 +129,11 @@ def test_rank_0_moves_off_a_lost_machine(world: World, hosts: list[Host]) -> Non
     """If the machine of rank 0 is lost, the next has rank 0 and is MASTER_ADDR."""
     first, second = in_order(world, hosts)
     first.link_down()
-    session = world.session
-    wait_until(lambda: session.receive(0.1) or session.dead, f"the loss of {first} is noticed")
+    engine = world.engine
+    wait_until(
+        lambda: inbox.receive(engine, 0.1) or engine.rank_table.dead,
+        f"the loss of {first} is noticed",
+    )
     assert slots(world) == [[r, 2, 0, 1, 2, second.name, r + 2] for r in range(2)]
     assert world.gather("os.environ['MASTER_ADDR']") == [second.address] * 2
 
@@ -247,8 +251,8 @@ def until_stalled(
     world: World, source: str = "dist.all_reduce(t)", ends: str = "node1 and node2"
 ) -> TaskRun:
     """Run a cell until the network between the hosts `ends` is reported as stalled."""
-    running = world.session.submit(world.session.task(f"t = torch.ones(1)\n{source}"))
-    for _ in world.session.follow(running):
+    running = dispatch.submit(world.engine, world.engine.task(f"t = torch.ones(1)\n{source}"))
+    for _ in recovery.follow(world.engine, running):
         if re.search(f"the network between {ends} is stalled", running.waits):
             return running
     pytest.fail(f"the cell has ended: {running.error()}")
@@ -265,7 +269,7 @@ def test_a_cell_names_a_stalled_network(sender: int, steady: World, hosts: list[
     source += f"if rank == {receiver}: dist.recv(t, {sender})"
     running = until_stalled(steady, source, f".*{here.name}.*")
     there.mend()
-    steady.session.wait(running)
+    dispatch.wait(steady.engine, running)
     assert running.error() is None
 
 
@@ -273,8 +277,8 @@ def test_stop_works_while_the_network_is_stalled(steady: World, hosts: list[Host
     """Stop gives back control, and no rank is lost."""
     hosts[1].block_from(hosts[0].address)
     running = until_stalled(steady)
-    steady.session.interrupt()
-    steady.session.wait(running)
+    recovery.interrupt_all(steady.engine)
+    dispatch.wait(steady.engine, running)
     assert not running.unfinished
 
 
@@ -285,7 +289,7 @@ def test_a_network_that_stays_away_ends_the_cell(steady: World, hosts: list[Host
     try:
         hosts[1].block_from(hosts[0].address)
         running = until_stalled(steady)
-        for _ in steady.session.follow(running):
+        for _ in recovery.follow(steady.engine, running):
             if running.transcript.errors:
                 hosts[1].mend()
         assert "Connection timed out" in str(running.error())
@@ -333,11 +337,11 @@ def big(world: World, hosts: list[Host]) -> Iterator[torch.Tensor]:
 
 def test_the_progress_of_a_big_value_is_known(world: World, big: torch.Tensor) -> None:
     """The notebook knows how many bytes have moved, up to the value's size for each host."""
-    session = world.session
-    with sending(session, {"big": big}, range(world.size)) as (payloads, parcels):
-        task = session.task("total = big.sum()", names=payloads)
-        running = session.submit(task, shipped=parcels)
-        seen = [running.bytes_moved for _ in session.follow(running)]
+    engine = world.engine
+    with sending(engine, {"big": big}, range(world.size)) as (payloads, parcels):
+        task = engine.task("total = big.sum()", names=payloads)
+        running = dispatch.submit(engine, task, shipped=parcels)
+        seen = [running.bytes_moved for _ in recovery.follow(engine, running)]
     done, total = zip(*(far for far in dict.fromkeys(seen) if far[1]), strict=True)
     assert len(done) > 3
     assert [*done] == sorted(done)
@@ -373,7 +377,7 @@ def test_a_host_lost_half_way_is_dead(world: World, hosts: list[Host], big: torc
 
 def test_a_head_ends_with_its_guard(started: World, hosts: list[Host]) -> None:
     """If the guard is killed, agents on hosts end as well, and the notebook gets AgentLost."""
-    psutil.Process(started.session.link.agent.pid).kill()
+    psutil.Process(started.engine.connection.link.agent.pid).kill()
     with pytest.raises(AgentLost):
         started.execute("import time\ntime.sleep(99)")
     wait_until(lambda: not ours_on(hosts[0]), "node1 has ended its agent")

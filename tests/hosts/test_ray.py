@@ -282,10 +282,10 @@ def test_a_world_lives_on_ray(cluster: RayCluster, hosts: list[Host], network: N
             world = stack.enter_context(inherited(launched, network))
         has_slots(world)
         assert world.gather("[name for name in os.environ if name.startswith('RAY_')]") == [[]] * 4
-        name = f"nbdist:{world.session.spec.name}"
+        name = f"nbdist:{world.engine.rank_table.spec.name}"
         assert shown() == f"['{name}/0', '{name}/1'] ['{name}']"
         assert [len(cluster.actors(host)) for host in cluster.hosts] == [1, 1]
-        assert world.session.missing == (
+        assert world.engine.start_notes.missing == (
             "2 of 3 nodes have come. With `--launcher ray` machines come at the start alone: "
             "`%dist_restart` asks for all again, with new workers.",
         )

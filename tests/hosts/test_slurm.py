@@ -19,6 +19,7 @@ import pytest
 
 from nbdist.errors import AgentLost, StartError, WorkerDied
 from nbdist.system.processes import children_of
+from nbdist.world import lifecycle
 from nbdist.world.states import WorldState
 from nbdist.world.world import World
 from tests.hosts.network import Host, Network, end, of_tests
@@ -213,16 +214,16 @@ def dies_when(world: World, do: Callable[[], object]) -> str:
 
 def start_killed_in_queue(world: World) -> None:
     """Start a world, and kill its head and the guard once the world waits in the queue."""
-    for text in world.session.starting_texts():
+    for text in lifecycle.starting_texts(world.engine):
         if "waits in Slurm's queue" in text:
-            guard = psutil.Process(world.session.link.agent.pid)
+            guard = psutil.Process(world.engine.connection.link.agent.pid)
             for each in [guard, *guard.children()]:
                 each.kill()
 
 
 def stop_start(world: World, said: str) -> None:
     """Start a world, and press Stop once the text `said` is shown."""
-    for text in world.session.starting_texts():
+    for text in lifecycle.starting_texts(world.engine):
         if said in text:
             press_stop()
 
@@ -243,7 +244,7 @@ def test_a_world_in_an_allocation_is_a_step(
             # Lightning would take the node's number for the rank because of such variables.
             told = "{'SLURM_NTASKS', 'SLURM_PROCID', 'SLURM_NODEID'} & {*os.environ}"
             assert world.gather(f"os.environ['SLURM_JOB_ID'], {told}") == [(str(job), set())] * 4
-            assert world.session.spec.name in running()
+            assert world.engine.rank_table.spec.name in running()
             survives_an_agent(world, launched, network)
 
             said = dies_when(world, lambda: slurm.cancel(job))
@@ -271,7 +272,7 @@ def test_the_allocation_of_a_killed_salloc_ends(slurm: Slurm, hosts: list[Host])
         shown = slurm.run("squeue", "--noheader", "--name=range", "--format=%A %D").stdout
         before, nodes = shown.split()
         assert nodes == "1"
-        guard = psutil.Process(world.session.link.agent.pid)
+        guard = psutil.Process(world.engine.connection.link.agent.pid)
         below = guard.children(recursive=True)
         (salloc,) = (each for each in below if each.name() == "salloc")
         said = dies_when(world, salloc.kill)
@@ -280,7 +281,7 @@ def test_the_allocation_of_a_killed_salloc_ends(slurm: Slurm, hosts: list[Host])
         world.restart()
         (job,) = {*slurm.jobs()} - {other}
         slurm.control.link_down()
-        left = world.session.shutdown()
+        left = lifecycle.shutdown(world.engine)
         slurm.control.link_up()
     assert re.search(rf"Slurm's job {job} may still run \(.+\): `scancel {job}` ends it$", left)
     for each in (job, other):
@@ -334,7 +335,7 @@ def test_a_world_waits_for_its_own_allocation(
 
     world = make_world(salloc=f"--gpus-per-node={GPUS} --mem=500", name="mine", cpus=2)
     said = False
-    for text in world.session.starting_texts():
+    for text in lifecycle.starting_texts(world.engine):
         if "waits in Slurm's queue" in text and not said:
             said = True
             slurm.cancel(all_taken)
@@ -343,7 +344,7 @@ def test_a_world_waits_for_its_own_allocation(
         shown = slurm.run("squeue", "--noheader", "--format=%j %D %C %l").stdout
         assert shown.split() == ["mine", "2", "4", "7:00"]
         assert world.size == 2
-        (head,) = children_of(world.session.link.agent.pid)
+        (head,) = children_of(world.engine.connection.link.agent.pid)
         os.kill(head, signal.SIGKILL)
         wait_until(lambda: not slurm.jobs(), "the allocation has ended")
         with pytest.raises(AgentLost):

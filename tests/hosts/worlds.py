@@ -21,6 +21,7 @@ import nbdist
 from nbdist.config import Patience
 from nbdist.errors import WorkerDied
 from nbdist.system.processes import agent_command
+from nbdist.world import dispatch, inbox
 from nbdist.world.agents import RunningWorld, worlds
 from nbdist.world.world import World
 from tests.hosts.conftest import complain
@@ -95,20 +96,21 @@ def lose(world: World, network: Network, do: Callable[[], object]) -> str:
     """Call `do` while all ranks are in the middle of collectives; return the cell's error."""
     begun = network.folder / "begun"
     begun.unlink(missing_ok=True)
-    session = world.session
+    engine = world.engine
     with once(begun.exists, do, "the ranks have met"):
-        task = session.task(FOREVER.format(begun=str(begun)))
-        running = session.submit(task, Patience(timeout=SOON))  # names a survivor that waits
-        session.wait(running)
+        task = engine.task(FOREVER.format(begun=str(begun)))
+        # The timeout's error names a survivor that waits.
+        running = dispatch.submit(engine, task, Patience(timeout=SOON))
+        dispatch.wait(engine, running)
     with pytest.raises(WorkerDied) as caught:
-        session.check(running)
+        dispatch.check(engine, running)
     return str(caught.value)
 
 
 def has_come(world: World) -> bool:
     """Whether a machine has come that could be taken in."""
-    world.session.receive(0.1)
-    return bool(world.session.joined)
+    inbox.receive(world.engine, 0.1)
+    return bool(world.engine.rank_table.joined)
 
 
 def ours_on(host: Host) -> list[str]:
@@ -160,8 +162,9 @@ def is_clean(launched: Launched, network: Network) -> None:
 NOTEBOOK = """
 import sys
 from nbdist import World
+from nbdist.world import lifecycle
 world = World(**{options})
-for said in world.session.starting_texts():
+for said in lifecycle.starting_texts(world.engine):
     if said:
         print(said, flush=True)
 world.execute("import torch, torch.distributed as dist; dist.barrier(); kept = rank + 10")

@@ -17,6 +17,7 @@ from nbdist import World
 from nbdist.output.bars import BarTable, bar_table, merged_line
 from nbdist.output.layout import final_layout, live_layout
 from nbdist.output.text import panel_text
+from nbdist.world import dispatch
 
 UNTIL_SEEN = """
 def until_seen(name, folder={folder!r}):
@@ -60,9 +61,9 @@ def drawn(world: World, folder: Path, source: str, ranks: Sequence[int] = (0, 1)
             assert "\n── rank" in panel_text(live_layout(running.transcript, time.monotonic()))
             for name in moving(table, ranks):
                 (folder / f"seen {name.encode().hex()}").touch()
-    world.session.check(running)
+    dispatch.check(world.engine, running)
     final = panel_text(final_layout(running.transcript))
-    world.session.release_values(running)
+    world.engine.connection.release_values(running)
     return Drawn(with_bars, lines, final)
 
 

@@ -101,7 +101,7 @@ def test_magics_of_extensions_that_ranks_loaded_run_there(cells: Any, shell: She
     ran(cells, f"%load_ext {__name__}")
     assert ran(cells, "%ours x") == "%%distributed --auto\n%ours x"
     world = World(1, log_dir="")
-    world.session.names.record_attached({0: {"model": None}})
+    world.engine.names.record_attached({0: {"model": None}})
     names = ("model", "torch", "dist", "x")
     assert [n for n in names if _is_on_ranks(world, {"torch": 1}, n)] == ["model", "dist"]
     assert not _is_on_ranks(None, {}, "dist")

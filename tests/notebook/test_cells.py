@@ -17,8 +17,10 @@ pytestmark = pytest.mark.shared_world
 
 PRESS = """
 import os, pathlib, signal, sys, tempfile, time
-FOLLOWING = ("world/recovery.py", "world/session.py", "world/task_run.py", "world/workers.py",
-             "world/inbox.py", "notebook/cells.py", "notebook/display.py", "/contextlib.py")
+FOLLOWING = ("world/recovery.py", "world/dispatch.py", "world/task_run.py", "world/engine.py",
+             "world/rank_table.py", "world/task_table.py", "world/connection.py",
+             "world/world_outputs.py", "world/inbox.py", "notebook/cells.py",
+             "notebook/display.py", "/contextlib.py")
 def stop_at(number):
     '''Press Stop at this line of those that follow a cell, once its ranks have begun.'''
     left, deadline = iter(range(number, 0, -1)), time.monotonic() + 30

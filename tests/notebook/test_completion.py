@@ -182,9 +182,9 @@ def with_two(pools: Pools) -> Pools:
     world = pools.default.world = World(2, log_dir="")
     for rank in (0, 1):
         done = Done("ok", 0.0, frozenset({"loss", "model", "np"}), {"np": "numpy"})
-        world.session.names.record_finished(rank, done, NOTHING_SENT)
+        world.engine.names.record_finished(rank, done, NOTHING_SENT)
     for event in (Event.START, Event.STARTED):
-        world.session.advance(event)
+        world.engine.advance(event)
     return pools
 
 

@@ -49,11 +49,12 @@ import os, signal
 import nbdist.notebook.extension
 class Bomb:
     def __reduce__(self):
-        session = {session}
-        if {pid} in session.pids.values() and not killed:  # it is taken apart several times
+        engine = {engine}
+        # It is taken apart several times.
+        if {pid} in engine.rank_table.pids.values() and not killed:
             killed.append({pid})
             os.kill({pid}, signal.SIGKILL)
-            while not any("Died" in repr(news) for news in [*session.link.arrived]): pass
+            while not any("Died" in repr(news) for news in [*engine.connection.link.arrived]): pass
         return int, (7,)
 killed = []
 bomb = Bomb()
@@ -64,8 +65,8 @@ bomb = Bomb()
 def test_a_death_while_a_cell_is_sent_is_noted_once(notebook: Notebook, magic: str) -> None:
     """A death between the check for dead ranks and the task is noted in this cell or the next."""
     pid = notebook.run("%%rank 1\nimport os; os.getpid()").text.split()[-1]
-    session = "nbdist.notebook.extension._loaded[get_ipython()][0].default.world.session"
-    notebook.run(BOMB.format(session=session, pid=pid))
+    engine = "nbdist.notebook.extension._loaded[get_ipython()][0].default.world.engine"
+    notebook.run(BOMB.format(engine=engine, pid=pid))
     told = [notebook.run(magic), notebook.run("%%distributed\npass")]
     assert [outcome.errors for outcome in told] == [[], []]
     said = "rank 1 was killed by SIGKILL while no cell was running · rank 1 was restarted"

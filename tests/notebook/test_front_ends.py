@@ -319,7 +319,7 @@ def test_nbclient_saves_a_death_between_cells() -> None:
     """The next cell, also a plain cell, begins with the death: news between cells is not saved."""
     kills = (
         "import os, signal, nbdist.notebook.extension as extension\n"
-        "link = extension.pools_of(get_ipython()).default.world.session.link\n"
+        "link = extension.pools_of(get_ipython()).default.world.engine.connection.link\n"
         "os.kill(pids[1], signal.SIGKILL)\n"
         "while not any('Died' in repr(news) for news in [*link.arrived]): pass"
     )

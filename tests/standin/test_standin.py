@@ -22,6 +22,7 @@ import pytest
 
 from nbdist import topology
 from nbdist.errors import WorkerError
+from nbdist.world import dispatch
 from nbdist.world.states import WorldState
 from nbdist.world.world import World
 from tests.faults.collectives import BEFORE
@@ -250,7 +251,7 @@ def test_a_world_goes_on_after_a_failure(world: World, name: str) -> None:
                 break
         world.interrupt()
         began = time.monotonic()
-    world.session.wait(running)
+    dispatch.wait(world.engine, running)
     idle = time.monotonic() - began
     world.execute("t = torch.ones(1); dist.all_reduce(t); assert t.item() == world_size, t")
     sys.stdout.write(f"{idle:.2f} s to idle, {time.monotonic() - began:.2f} s to a collective\n")
@@ -294,4 +295,4 @@ def test_status_names_the_collective_of_a_rank(world: World) -> None:
         wait_until(lambda: waits(1) == ("", 2, False))
     finally:
         world.interrupt()
-        world.session.wait(running)
+        dispatch.wait(world.engine, running)

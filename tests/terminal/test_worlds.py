@@ -34,7 +34,7 @@ from nbdist.terminal.worlds import (
 from nbdist.wire.places import RankPosition
 from nbdist.wire.queries import QUERY_SOCKET, DescribeRanks, WorldInfo
 from nbdist.wire.status import WorkerStatus
-from nbdist.world import agents
+from nbdist.world import agents, dispatch
 from nbdist.world.agents import RunningWorld, ask_all, runtime_folders
 from nbdist.world.world import World
 from tests.waiting import SOON
@@ -74,7 +74,7 @@ def test_status_shows_ranks_while_a_cell_runs(world: World) -> None:
             title, headings, *rows = lines[at - 2 : at + 2]
     finally:
         world.interrupt()
-        world.session.wait(running)
+        dispatch.wait(world.engine, running)
     assert title.startswith("2 workers · gloo · exp · ")
     assert " · cell 5 · " in title
     assert headings.split()[:4] == ["rank", "state", "pid", "device"]

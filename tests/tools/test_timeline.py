@@ -27,6 +27,7 @@ from nbdist.tools.timeline_chart import (
 from nbdist.tools.timeline_data import Timeline, TimeSlice, slices_of, timeline_of
 from nbdist.tools.timeline_op import trace_events
 from nbdist.wire.ops import Met, RankTimes, TracePart
+from nbdist.world import dispatch
 from nbdist.world.world import World
 from tests.notebook.front_end import Notebook
 from tests.waiting import wait_until
@@ -361,7 +362,7 @@ def waited_for(world: World, source: str, gate: Path) -> tuple[Timeline, float]:
     wait_until(lambda: time.monotonic() - seen > 0.1)
     held = time.monotonic() - seen
     gate.touch()
-    world.session.wait(running)
+    dispatch.wait(world.engine, running)
     assert running.error() is None
     timeline = timeline_of(times_of(world))
     assert timeline is not None

@@ -18,6 +18,7 @@ from nbdist.output.events import Failure
 from nbdist.wire import control
 from nbdist.wire.control import Complete, Completions, Description, Inspect, TypingQuestion
 from nbdist.wire.frames import FrameCutter, framed, pack
+from nbdist.world import dispatch, inbox
 from nbdist.world.hangs import RELEASED_ERROR
 from nbdist.world.world import World
 from tests.waiting import SOON, wait_until
@@ -65,7 +66,7 @@ def test_a_worker_without_a_group_answers(new_world: NewWorld) -> None:
         asks = (
             control.LastCollective(),
             control.AbortCollectives(),
-            control.Regroup(2, {}, w.session.spec, {}),
+            control.Regroup(2, {}, w.engine.rank_table.spec, {}),
         )
         assert {*map(alone.ask, asks)} == {control.Ok()}
 
@@ -77,13 +78,13 @@ def test_aborting_a_collective_ends_its_wait(world: World) -> None:
         assert rank1.ask(control.Check()) == ()
         running = world.submit(world.task("dist.barrier()", ranks=[1]))
         while not rank1.ask(control.LocateMainThread()).operation:
-            world.session.receive(0.01)
+            inbox.receive(world.engine, 0.01)
         assert rank1.ask(control.AbortCollectives()) == control.Ok()
-        world.session.wait(running)
+        dispatch.wait(world.engine, running)
         (error,) = running.transcript.errors.values()
         assert isinstance(error, Failure)
         assert error.name == RELEASED_ERROR
-        world.session.heal()
+        dispatch.make_whole(world.engine)
         assert rank1.ask(control.LastCollective()) == control.Ok()
     world.execute("dist.barrier()")
 
@@ -114,7 +115,7 @@ def ask(world: World, question: TypingQuestion, *ranks: int) -> Completions | De
 
 
 def answered(world: World, question: TypingQuestion, *ranks: int) -> Any:
-    asked = world.session.consult(question, ranks or (0, 1))
+    asked = world.engine.consult(question, ranks or (0, 1))
     assert asked is not None
     return asked.result(SOON)
 
@@ -142,8 +143,8 @@ def test_an_idle_rank_answers_for_a_busy_one(world: World, tmp_path: Path) -> No
         assert answered(world, Complete("mi", 2), 0) is None
     finally:
         gate.touch()
-    world.session.wait(running)
-    world.session.check(running)
+    dispatch.wait(world.engine, running)
+    dispatch.check(world.engine, running)
 
 
 SLOW = """

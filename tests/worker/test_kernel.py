@@ -12,6 +12,7 @@ from nbdist.errors import WorkerError
 from nbdist.output.layout import final_layout
 from nbdist.output.text import panel_text
 from nbdist.wire.work import CellCode
+from nbdist.world import dispatch
 from nbdist.world.world import World
 from tests.cells import run, run_well
 from tests.worlds import NewWorld
@@ -211,10 +212,10 @@ warnings.warn_explicit("from elsewhere", UserWarning, "elsewhere.py", 7)
 def shown(world: World, source: str) -> str:
     """Return the text of a cell's panel; the cell is the seventh of its notebook."""
     running = world.submit(world.task(CellCode(source), execution_count=7))
-    world.session.wait(running)
+    dispatch.wait(world.engine, running)
     running.result()
     text = panel_text(final_layout(running.transcript))
-    world.session.release_values(running)
+    world.engine.connection.release_values(running)
     return text
 
 

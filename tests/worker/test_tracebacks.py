@@ -28,6 +28,7 @@ from nbdist.worker.tracebacks import (
     unfit_reason,
     with_short_message,
 )
+from nbdist.world import dispatch
 from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
 from tests.worker.ops.test_memory import shell_with
@@ -60,7 +61,7 @@ DRAWN = {
 
 def ran(world: World, source: str) -> TaskRun:
     running = world.submit(world.task(source, execution_count=7))
-    world.session.wait(running)
+    dispatch.wait(world.engine, running)
     return running
 
 

@@ -27,7 +27,7 @@ from nbdist.system.folders import RUNTIME_FOLDER_PREFIX, RuntimeFolder
 from nbdist.wire.messages import GetStatus, PutCode
 from nbdist.wire.queries import QUERY_SOCKET, Describe, WorldInfo
 from nbdist.wire.spec import versions_here
-from nbdist.world import agents
+from nbdist.world import agents, dispatch
 from nbdist.world.agent_link import Link
 from nbdist.world.agents import AgentProcess, Asking, RunningWorld, find_attachable
 from nbdist.world.code_sync import archive_of
@@ -119,7 +119,7 @@ def test_a_running_world_is_found_with_its_state(world: World) -> None:
     running = world.submit(world.task("# a comment\n\nimport time\nwhile True: time.sleep(0.01)"))
     wait_until(lambda: [each.info.cell for each in ours("exp")] == ["# a comment"], "it runs")
     world.interrupt()
-    world.session.wait(running)
+    dispatch.wait(world.engine, running)
     assert [each.info.state for each in ours("exp")] == ["ready"]
 
 
@@ -256,14 +256,14 @@ def test_a_detached_world_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[
             assert lines == ["[0-1] begun", "[0] ended 0", "[1] ended 1"]
             assert world.catch_up() is None
             assert world.gather("y") == [0, 2]
-            assert world.session.names.bound(0) == ["big", "i", "x", "y"]
+            assert world.engine.names.bound(0) == ["big", "i", "x", "y"]
             # The names of the set-up cell lay in memory of the process that was killed.
             world.replace([1])
             assert world.gather("big") == [100_000, 100_000]
             world.scale(3)
             assert world.gather("big", rank=2) == 100_000
-            assert world.session.config.detach
-            world.session.detach_link().detach()
+            assert world.engine.config.detach
+            world.engine.connection.detach().detach()
             wait_until(is_detached, "it is detached again")
         world = attach(NAME)
         assert (world.state, world.size, world.catch_up()) == (WorldState.READY, 3, None)
@@ -284,7 +284,7 @@ def test_ranks_are_released_without_a_notebook() -> None:
         with attach(NAME) as world:
             with pytest.raises(WorkerDied, match=r"rank 1 .* exited with code 3"):
                 world.catch_up()
-            assert 0.5 <= world.session.running.transcript.elapsed() < 10
+            assert 0.5 <= world.engine.task_table.last.transcript.elapsed() < 10
             world.execute("dist.barrier()")
             assert world.gather("x", ranks=[0]) == [0]
 
@@ -324,8 +324,9 @@ def test_what_was_decided_without_a_notebook_is_told_to_the_next(
 
 WHILE_STARTING = f"""
 import os, nbdist
+from nbdist.world import lifecycle
 world = nbdist.World(1, detach=True, name="{NAME}", log_dir="", backend="none")
-for far in world.session.starting():
+for far in lifecycle.starting(world.engine):
     if far.up:
         os._exit(9)
 """

@@ -182,7 +182,7 @@ def test_a_shared_folder_is_not_sent(folder: Path) -> None:
     with World(1, log_dir="", sync_code=True) as world:
         world.execute("import os, mine")
         assert world.gather("(os.getcwd(), mine.answer())") == [(str(folder), 1)]
-        assert world.session.code.is_shared
+        assert world.engine.code.is_shared
         (folder / "mine.py").write_text("def answer():\n    return 22\n")
         assert world.gather("mine.answer()") == [22]
         (folder / "mine.py").write_text("def answer(:\n")

@@ -158,7 +158,7 @@ def test_an_interrupted_restart_keeps_the_old_options() -> None:
     """If Stop interrupts a restart with other options, the next restart has the old options."""
     with World(1, log_dir="") as world:
         world.start()
-        agent = psutil.Process(world.session.link.agent.pid)
+        agent = psutil.Process(world.engine.connection.link.agent.pid)
         agent.suspend()  # so that no worker ends before Stop
         restarts = once(lambda: world.state is WorldState.STOPPING, press_stop)
         with restarts, pytest.raises(KeyboardInterrupt):
@@ -174,7 +174,7 @@ def test_an_unread_death_blocks_no_restart() -> None:
     with World(2, backend="none", log_dir="") as world:
         world.execute("import atexit, time; atexit.register(time.sleep, 60)", ranks=[0])
         os.kill(world.pids[1], signal.SIGKILL)
-        arrived = world.session.link.arrived
+        arrived = world.engine.connection.link.arrived
         wait_until(lambda: any("Died(" in repr(item) for item in arrived))
         restarts = once(lambda: world.state is not WorldState.READY, press_stop)
         with restarts, pytest.raises(KeyboardInterrupt):
@@ -200,25 +200,28 @@ if rank == 1:
         world.submit(world.task(source))
 
         def have_ended() -> bool:
-            rows = world.session.ask_from_thread(GetStatus())
+            rows = world.engine.ask_from_thread(GetStatus())
             return [row.state for row in rows] == ["idle", "dead"]
 
         wait_until(have_ended, "both have ended it")
         world.restart()
         world.execute("pass")
-        session = world.session
-        assert [(session.dead, session.pop_replaced()), session.pop_late_outputs()] == [
+        engine = world.engine
+        assert [
+            (engine.rank_table.dead, engine.rank_table.pop_replaced()),
+            engine.outputs.pop_late(),
+        ] == [
             ({}, {}),
             [],
         ]
-        assert [session.names.bound(rank) for rank in (0, 1)] == [[], []]
+        assert [engine.names.bound(rank) for rank in (0, 1)] == [[], []]
 
 
 def test_local_world_listens_for_gloo_alone(new_world: NewWorld) -> None:
     """Without a group nothing listens on TCP; gloo's own sockets do, on the loopback device."""
     for backend, expected in (("none", set()), ("gloo", {"127.0.0.1"})):
         with new_world(2, backend=backend) as world:
-            agent = psutil.Process(world.session.link.agent.pid)
+            agent = psutil.Process(world.engine.connection.link.agent.pid)
             processes = agent, *agent.children(recursive=True)
             assert not any("NBDIST_TEST_RUN" in " ".join(command_line(each)) for each in processes)
             connections = [each for process in processes for each in connections_of(process)]
@@ -259,14 +262,14 @@ CELLS = ("import os", "os.environ.update(NBT_A='1', NBT_TOKEN='', NBT_B='', RANK
 
 def note(world: World) -> str:
     world.execute("pass")
-    return world.session.surroundings.pop_note(CELLS)
+    return world.engine.surroundings.pop_note(CELLS)
 
 
 def test_ranks_follow_the_notebooks_folder(here: World, tmp_path: Path) -> None:
     """All ranks go to the notebook's new folder, also new ranks and a rank that was elsewhere."""
     os.chdir(tmp_path)
     assert here.gather(FOLDER) == [str(tmp_path)] * 2
-    here.session.surroundings.pop_note(CELLS)  # pytest has variables of its own for each test
+    here.engine.surroundings.pop_note(CELLS)  # pytest has variables of its own for each test
     here.execute("import os; os.chdir('/')", ranks=[1])
     sys.path.append("/more")  # the folder is the same: the rank stays where it is
     assert here.gather(FOLDER) == [str(tmp_path), "/"]
@@ -280,7 +283,7 @@ def test_ranks_follow_the_notebooks_folder(here: World, tmp_path: Path) -> None:
     assert here.gather(FOLDER) == [str(tmp_path / "below")] * 2
     here.replace([1])
     assert here.gather(FOLDER) == [str(tmp_path / "below")] * 2
-    assert here.session.surroundings.pop_note(CELLS) == ""
+    assert here.engine.surroundings.pop_note(CELLS) == ""
     shutil.rmtree(tmp_path / "below")
     assert here.gather("rank") == [0, 1]
     os.chdir(tmp_path)

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from nbdist.errors import NbdistError, UsageError, WorkerDied, WorkerError, WorldBusy
+from nbdist.world import dispatch, inbox
 from nbdist.world.states import WorldState
 from nbdist.world.world import World
 from tests.waiting import once, press_stop, wait_until
@@ -63,7 +64,7 @@ def test_results_come_as_they_are_done(world: World) -> None:
 
 def test_the_function_and_the_items_bring_the_names_that_they_use(world: World) -> None:
     """Names of `__main__` are sent with the function, and with functions among the items."""
-    names = world.session.namespace
+    names = world.engine.names.namespace
     source = "FACTOR = 3\ndef times(x): return x * FACTOR\ndef two(): return FACTOR - 1\n"
     source += "class Item:\n    def times(self, x): return x * FACTOR\n"
     exec(source, names)
@@ -195,7 +196,9 @@ def test_a_forgotten_iterator_gives_no_more_items(world: World, tmp_path: Path) 
 
     values = world.map(work, range(1000), as_completed=True)
     first = next(values)
-    wait_until(lambda: world.session.receive_waiting() or not world.session.unfinished)
+    wait_until(
+        lambda: inbox.receive_waiting(world.engine) or not world.engine.task_table.unfinished
+    )
     assert len([*tmp_path.iterdir()]) < 500
     assert world.execute("rank").by_rank == {0: 0, 1: 1, 2: 2}
     assert first + sum(values) == sum(range(1000))
@@ -326,11 +329,13 @@ def test_closing_an_iterator_leaves_another_task_alone(world: World) -> None:
     """If the ranks have left the map and run another task, the task is not interrupted."""
     values: Any = world.map(sleep, itertools.repeat(0.01), as_completed=True)
     assert next(values) == 0.01
-    wait_until(lambda: world.session.receive_waiting() or not world.session.unfinished)
-    running = world.session.submit(world.session.task("import time; time.sleep(1)"))
+    wait_until(
+        lambda: inbox.receive_waiting(world.engine) or not world.engine.task_table.unfinished
+    )
+    running = dispatch.submit(world.engine, world.engine.task("import time; time.sleep(1)"))
     values.close()
-    world.session.wait(running)
-    world.session.check(running)
+    dispatch.wait(world.engine, running)
+    dispatch.check(world.engine, running)
 
 
 @pytest.mark.world

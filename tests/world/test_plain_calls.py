@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
@@ -34,10 +34,11 @@ def main(monkeypatch: pytest.MonkeyPatch) -> Main:
 
 
 @pytest.fixture
-def script(main: Main, world: World, monkeypatch: pytest.MonkeyPatch) -> Main:
+def script(main: Main, world: World) -> Iterator[Main]:
     """The `__main__` of a script that uses the shared world."""
-    monkeypatch.setattr(world.session, "namespace", main)
-    return main
+    before, world.engine.names.namespace = world.engine.names.namespace, main
+    yield main
+    world.engine.names.namespace = before  # of the present table: a restart makes a new one
 
 
 def pack(main: Main, function: Callable[..., Any], *args: Any, **kwargs: Any) -> PlainCall | None:

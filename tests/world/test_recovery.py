@@ -21,13 +21,13 @@ from nbdist.config import Patience, WorldConfig
 from nbdist.errors import ScaleError, UsageError, WorkerError, WorldBusy, WorldNotStarted
 from nbdist.output.events import Done
 from nbdist.wire.messages import Kill, Located, RequestLocations
-from nbdist.world import recovery
-from nbdist.world.recovery import healing_text
+from nbdist.world import dispatch, inbox, recovery
+from nbdist.world.engine import Engine
+from nbdist.world.outcome_texts import healing_text
 from nbdist.world.sent_objects import NOTHING_SENT
 from nbdist.world.states import WorldState
 from nbdist.world.stop import SPARE_TIMEOUT, StopPhase
 from nbdist.world.task_run import TaskRun
-from nbdist.world.workers import Workers
 from nbdist.world.world import World
 from tests.cells import give_up_on_c_code
 from tests.waiting import SOON, once, press_stop, wait_until
@@ -86,7 +86,7 @@ def started(new_world: NewWorld, tmp_path_factory: pytest.TempPathFactory) -> It
 @pytest.fixture
 def world(started: World) -> World:
     """A world of two ranks."""
-    started.session.receive_waiting()
+    inbox.receive_waiting(started.engine)
     started.scale(2)
     return started
 
@@ -167,7 +167,7 @@ def test_new_ranks_run_the_set_up_cells_and_lack_the_rest(world: World) -> None:
         world.scale(3)
         world.execute(f"print({text!r})", ranks=[2])
     assert log.read_text().endswith("first\nsecond\n")
-    names = world.session.names
+    names = world.engine.names
     assert "made" in names.lacking_text([2])
     assert "train" not in names.lacking_text([2])
     assert world.gather("train.__name__", ranks=[2]) == ["train"]
@@ -183,13 +183,13 @@ def test_only_idle_workers_are_scaled(world: World) -> None:
     with pytest.raises(WorldBusy):
         world.scale(3)
     world.interrupt()
-    world.session.wait(running)
+    dispatch.wait(world.engine, running)
     assert world.gather("dist.get_world_size()") == [2, 2]
     with pytest.raises(UsageError, match=r"%dist_scale .*at least one"):
         world.scale(0)
     with pytest.raises(WorldNotStarted, match="dist_scale"):
         World(2).scale(3)
-    two: Any = Workers(WorldConfig(2, log_dir=""))
+    two = Engine(WorldConfig(2, log_dir=""))
     assert healing_text(two, [1, 0]) == "ranks 0-1 were restarted and their variables are gone."
     two.names.record_finished(1, Done("ok", 0.0, frozenset("x")), NOTHING_SENT)
     two.names.record_replaced([1])
@@ -219,7 +219,7 @@ def test_a_survivor_that_dies_during_scaling_is_replaced(world: World) -> None:
         world.scale(3)
     assert world.gather("dist.get_world_size()") == [3] * 3
     assert world.gather("globals().get('kept')") == [0, None, None]
-    assert "layer" in world.session.names.lacking_text([1])
+    assert "layer" in world.engine.names.lacking_text([1])
 
 
 LATE = """
@@ -243,7 +243,7 @@ def test_healing_completes_a_stopped_scaling(world: World, tmp_path: Path) -> No
         world.scale(3)
     assert world.state is WorldState.BROKEN
     gate.touch()
-    world.session.heal()
+    dispatch.make_whole(world.engine)
     here = world.gather("(rank, world_size, dist.get_world_size())")
     assert here == [(rank, 3, 3) for rank in range(3)]
     assert world.pids[0] == before[0]  # a late rank keeps its process
@@ -326,7 +326,7 @@ def test_a_stop_in_the_next_cell_interrupts_ranks_once(ready: World, tmp_path: P
     assert running.stop.interrupts == 1
     waits_late = lambda: running.stop.phase is StopPhase.LATE  # noqa: E731
     with once(waits_late, press_stop), pytest.raises(KeyboardInterrupt):
-        ready.session.wait_for_stop()
+        dispatch.wait_for_stop(ready.engine)
     (tmp_path / "open").touch()
     assert ready.gather("kept") == [0, 1]
     assert (running.stop.interrupts, running.unfinished) == (2, ())
@@ -373,7 +373,7 @@ def test_a_rank_that_ignores_stop_in_a_set_up_cell_is_waited_for(ready: World) -
         Path("open").touch()
         assert ready.gather("globals().get('kept')") == [0, 1, None]
     finally:
-        ready.session.setup.forget()
+        ready.engine.setup.forget()
         ready.execute(TRAINING, setup=True)
 
 
@@ -400,7 +400,7 @@ def test_an_old_answer_spares_no_killed_rank(ready: World) -> None:
     following = ready.follow(running)
     running.stop.presses = 1
     next(following)
-    link = ready.session.link
+    link = ready.engine.connection.link
     link.send(RequestLocations((0, 1), time.monotonic()))
     wait_until(lambda: any(isinstance(each, Located) for each in link.arrived))
     link.call(Kill((1,)))
@@ -432,7 +432,7 @@ def seconds_without_agent(world: World, timeout: float) -> float:
                 raise KeyboardInterrupt
     seconds = time.monotonic() - stopped_at
     os.kill(agent, signal.SIGCONT)
-    world.session.wait_for_stop()
+    dispatch.wait_for_stop(world.engine)
     assert running.stop.spared == frozenset()
     return seconds
 
@@ -475,7 +475,7 @@ def test_stop_during_healing_keeps_the_replica_line(ready: World, source: str) -
     presses = 0
 
     def is_due() -> bool:
-        running = ready.session.running
+        running = ready.engine.task_table.last
         if source == IS_STOPPED and presses == 0:
             return running is not None and running.task.source == source and running.age > 0.5
         return (

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,13 +35,14 @@ N = 2
 
 
 @pytest.fixture
-def main(world: World, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def main(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The `__main__` of a script, for `exec`."""
     module = types.ModuleType("__main__")
     module.__file__ = "/somewhere/script.py"
     monkeypatch.setitem(sys.modules, "__main__", module)
-    monkeypatch.setattr(world.session, "namespace", vars(module))
-    return vars(module)
+    before, world.engine.names.namespace = world.engine.names.namespace, vars(module)
+    yield vars(module)
+    world.engine.names.namespace = before  # of the present table: a restart makes a new one
 
 
 def my_rank(*args: Any, plus: int = 0) -> int:
@@ -274,7 +275,7 @@ def test_a_deep_change_renews_all_objects_above(world: World, is_call: bool) -> 
 
 def test_an_unsendable_value_is_named_in_one_line(world: World) -> None:
     """The line names the argument, before anything runs, or the part of a result, and why."""
-    running, lock = world.session.running, threading.Lock()
+    running, lock = world.engine.task_table.last, threading.Lock()
 
     def train(model: Any, steps: int = 1) -> None: ...
 
@@ -290,7 +291,7 @@ def test_an_unsendable_value_is_named_in_one_line(world: World) -> None:
         assert words in message
         assert "nothing has run. Make it inside the function, or" in message
         assert "\n" not in message
-    assert world.session.running is running
+    assert world.engine.task_table.last is running
     said = r"what <lambda> returned: `result\['a'\]\[1\]` \(generator\) cannot be sent back: how"
     with pytest.raises(WorkerError, match=said) as failed:
         world.run(lambda: {"a": [1, (i for i in ())]})
@@ -456,7 +457,7 @@ def test_a_script_runs_again_once_another_task_has_ended(
     write("dies.py", f"import os\nif {count} == '0': os._exit(3)\nprint('attempt', {count})")
 
     def has_died() -> bool:
-        running = world.session.running
+        running = world.engine.task_table.last
         return running is not None and 1 in running.deaths
 
     with once(has_died, end.touch):
@@ -472,11 +473,11 @@ def test_a_failed_script_runs_again_within_its_limit(world: World, write: Write)
     write("waits.py", f"{counts}dist.barrier()")
     with pytest.raises(RanksReleased, match=r"rank 1 waits in barrier, waits.py line 3"):
         world.run_script("waits.py", ranks=[1], max_restarts=3)
-    assert said(world.session.running) == ["0"]
+    assert said(world.engine.task_table.last) == ["0"]
     write("fails.py", f"{counts}raise ValueError('bad')")
     with pytest.raises(ValueError, match="bad"):
         world.run_script("fails.py", max_restarts=1)
-    ran = world.session.running
+    ran = world.engine.task_table.last
     assert (said(ran), ran and ran.restart_text) == (["1"] * N, "")
 
 

@@ -1,4 +1,4 @@
-"""Tests of `Session.replace`: ranks that are restarted in place, and what a failed try leaves."""
+"""Tests of `restarts.replace`: ranks that are restarted in place, and what a failed try leaves."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from nbdist.config import OnFailure
 from nbdist.errors import AgentLost, WorldBroken
-from nbdist.world import session as session_module
-from nbdist.world.recovery import healing_text
+from nbdist.world import restarts
+from nbdist.world.outcome_texts import healing_text
 from nbdist.world.states import WorldState
 from nbdist.world.world import World
 from tests.waiting import once, press_stop, wait_until
@@ -27,17 +27,17 @@ RESTARTED = "rank 2 was restarted and its variables (kept) are gone; other ranks
 @pytest.fixture(params=["heal", "stop", "restart-all"])
 def policy(request: pytest.FixtureRequest, ready: World) -> OnFailure:
     """The policy for deaths of the world."""
-    ready.session.on_failure = request.param
-    return ready.session.on_failure
+    ready.engine.config = ready.engine.config.with_changes(on_failure=request.param)
+    return ready.engine.config.on_failure
 
 
 @pytest.fixture
 def ready(world: World) -> Iterator[World]:
     """The world of three ranks with `kept`; deaths before the test are reported."""
-    world.session.pop_replaced()
+    world.engine.rank_table.pop_replaced()
     world.execute("kept = rank")
     yield world
-    world.session.on_failure = "heal"
+    world.engine.config = world.engine.config.with_changes(on_failure="heal")
 
 
 def fail_to_replace(world: World, keep: tuple[str, ...] = ()) -> WorldBroken:
@@ -57,7 +57,7 @@ def test_a_requested_restart_follows_no_policy(ready: World, policy: OnFailure) 
     """Whatever the policy for deaths, only the given rank is restarted, and the text says so."""
     before = dict(ready.pids)
     ready.replace([2])
-    assert healing_text(ready.session, [2]) == RESTARTED
+    assert healing_text(ready.engine, [2]) == RESTARTED
     assert {rank for rank in before if before[rank] != ready.pids[rank]} == {2}
     ready.execute("dist.barrier()")
 
@@ -69,8 +69,8 @@ def test_the_next_task_completes_a_failed_restart(ready: World, policy: OnFailur
     assert str(error).startswith("the workers could not rebuild their process group: rank 2 could")
     assert kept(ready) == [0, 1, None]
     assert {rank for rank in before if before[rank] != ready.pids[rank]} == {2}
-    assert healing_text(ready.session, [2]) == RESTARTED
-    (died,) = ready.session.pop_replaced().values()
+    assert healing_text(ready.engine, [2]) == RESTARTED
+    (died,) = ready.engine.rank_table.pop_replaced().values()
     assert died.by_restart
 
 
@@ -84,14 +84,14 @@ def test_a_failed_restart_is_no_death_in_later_errors(ready: World) -> None:
 
 def test_a_death_beside_a_requested_restart_follows_the_policy(ready: World) -> None:
     """After a failed restart, the death of another rank ends all workers if the policy says so."""
-    ready.session.on_failure = "restart-all"
+    ready.engine.config = ready.engine.config.with_changes(on_failure="restart-all")
     fail_to_replace(ready)
     before = dict(ready.pids)
     os.kill(ready.pids[0], signal.SIGKILL)
     wait_until(lambda: ready.status()[0].state == "dead")
     assert kept(ready) == [None] * 3
     assert before[1] != ready.pids[1]
-    assert "All workers were restarted" in healing_text(ready.session, [0, 2])
+    assert "All workers were restarted" in healing_text(ready.engine, [0, 2])
 
 
 @pytest.mark.parametrize("how", ["next task", "replace", "replace another", "replace with keep"])
@@ -107,7 +107,7 @@ def test_variables_to_keep_outlive_a_failed_restart(ready: World, how: str) -> N
     elif how == "replace with keep":
         ready.replace([2], keep=["kept"])
     assert kept(ready) == [0, None if how == "replace another" else 1, 2]
-    assert ready.session.names.lacking_text([2]) == "other"
+    assert ready.engine.names.lacking_text([2]) == "other"
     ready.replace([2])
     assert kept(ready)[2] is None
 
@@ -140,7 +140,7 @@ def test_a_rank_that_does_not_end_is_an_error(
     ready: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the killed rank does not end in time, `replace` says so instead of returning."""
-    monkeypatch.setattr(session_module, "RANKS_KILLED_TIMEOUT", 0.0)
+    monkeypatch.setattr(restarts, "RANKS_KILLED_TIMEOUT", 0.0)
     with pytest.raises(WorldBroken, match="rank 2 did not end within"):
         ready.replace([2])
     monkeypatch.undo()

@@ -28,6 +28,7 @@ from nbdist.wire.status import Gpu, Usage, WorkerStatus
 from nbdist.wire.work import OpCall, Task
 from nbdist.worker.publishing import plain_record
 from nbdist.worker.tracebacks import contents_of
+from nbdist.world import dispatch
 from nbdist.world.result import CellResult, Contents, as_raised, hand_over, raised, rows, usage_text
 from nbdist.world.world import World
 
@@ -318,7 +319,7 @@ def test_no_record_is_sent_without_a_handler(
     """Without a handler in the notebook a worker sends no record, and the notebook prints none."""
     silent.handlers.clear()  # handlers of pytest
     running = world.submit(world.task("logger.warning('to nobody')"))
-    world.session.wait(running)
+    dispatch.wait(world.engine, running)
     assert running.task.log_level is None
     told = world.gather("repr(get_ipython().kernel.records)")
     assert told == ["<Records from level None, 0 sent, 0 dropped>"] * 2
@@ -344,7 +345,7 @@ def test_the_console_has_each_record_once(
     handler.setFormatter(logging.Formatter("%(rank)d: %(message)s"))
     world.execute("logger.warning('hello %d', rank)", ranks=[1])
     assert capsys.readouterr() == ("[1] hello 1\n", "1: hello 1\n")
-    monkeypatch.setattr(world.session, "config", replace(world.session.config, show=False))
+    monkeypatch.setattr(world.engine, "config", replace(world.engine.config, show=False))
     logger.removeHandler(handler)
     world.execute("logger.warning('hello %d', rank)", ranks=[1])
     assert capsys.readouterr() == ("", "WARNING:train:hello 1\n")

@@ -310,7 +310,7 @@ def test_a_world_of_another_size_restores_some_ranks(world: World) -> None:
         world.restore(name="a")
     world.restore(name="a", from_rank=1)
     assert world.gather("x") == [11, 11, 11]
-    assert world.session.names.bound(2) == ["deep", "x"]
+    assert world.engine.names.bound(2) == ["deep", "x"]
     world.restore(name="a", ranks=[0])
     assert world.gather("x") == [10, 11, 11]
     with pytest.raises(UsageError, match=r"`--from 2`: .* is of 2 ranks"):
@@ -398,7 +398,7 @@ def test_ranks_drop_an_interrupted_restore(world: World, tmp_path: Path, dies: b
     world.snapshot(["x"], name="a")
 
     def is_due() -> bool:
-        running = world.session.running
+        running = world.engine.task_table.last
         is_read = running is not None and running.transcript[0].done is not None
         return waits_at.exists() and is_read
 

@@ -139,7 +139,7 @@ def test_a_wrapped_worker_has_another_interpreter(tmp_path: Path) -> None:
         world.interrupt()
         assert follow(world, running).failure().name == "KeyboardInterrupt"
         assert world.gather("os.getpid()") == [worker]
-        os.kill(world.session.link.agent.pid, signal.SIGKILL)
+        os.kill(world.engine.connection.link.agent.pid, signal.SIGKILL)
         assert psutil.wait_procs(processes, timeout=SOON)[1] == []
 
 
@@ -263,7 +263,7 @@ def test_the_environment_is_torchruns(
 ) -> None:
     """Names and values are torchrun's, except for the names in the documented table."""
     world = plain_world
-    if layout != world.session.layout:
+    if layout != world.engine.rank_table.layout:
         world.restart(layout=layout)
     ours: Environs = world.gather("{**__import__('os').environ}")
     theirs = torchruns[layout]

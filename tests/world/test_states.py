@@ -13,7 +13,7 @@ from nbdist.topology import Position
 from nbdist.wire.node_messages import Processes, processes
 from nbdist.wire.spec import WorldSpec
 from nbdist.world import states
-from nbdist.world.recovery import scaled_text
+from nbdist.world.outcome_texts import scaled_text
 from nbdist.world.states import (
     Event,
     Machines,
@@ -212,11 +212,11 @@ def test_ranks_keep_variables_when_another_rank_leaves(world: World) -> None:
     world.execute("only = rank; print('before')", ranks=[2])
     earlier = world.logs[2]
     world.scale(ranks=[0, 2])
-    assert scaled_text(world.session) == "now 2 workers · rank 2 is now rank 1"
+    assert scaled_text(world.engine) == "now 2 workers · rank 2 is now rank 1"
     assert world.pids == {0: pids[0], 1: pids[2]}
     assert world.gather("was") == [0, 2]
     assert world.gather(WHO) == [[r, r, 2, r, 2, r, r, 2, 2, 2, True, str(r)] for r in range(2)]
-    assert world.session.names.ranks_that_own("only") == {1}
+    assert world.engine.names.ranks_that_own("only") == {1}
     world.execute("print('after')", ranks=[1])
     said = f"[nbdist: this was rank 2 until now, and wrote to {earlier}/stdout.log]\nafter\n"
     assert Path(world.logs[1], "stdout.log").read_text() == said
@@ -234,16 +234,16 @@ def test_set_up_cells_follow_their_ranks(world: World) -> None:
     """A set-up cell of a rank runs under the rank's new number, also in the history for exports."""
     world.execute("special = 'setup'", ranks=[2], setup=True)
     world.scale(ranks=[0, 2])
-    assert [task.ranks for task in world.session.setup.tasks.values()] == [(0, 1), (1,)]
-    past = [task.ranks for task in world.session.past.tasks if task.text.startswith("special")]
+    assert [task.ranks for task in world.engine.setup.tasks.values()] == [(0, 1), (1,)]
+    past = [task.ranks for task in world.engine.past.tasks if task.text.startswith("special")]
     assert past == [(1,)]
     world.replace([1])
     assert world.gather("globals().get('special')") == [None, "setup"]
-    world.session.setup.forget()
+    world.engine.setup.forget()
     world.execute("import os, logging\nfrom pathlib import Path", setup=True)
     world.scale(ranks=[0])
     world.scale(3)
-    assert scaled_text(world.session).startswith("now 3 workers · new ranks 1-2 do not have ")
+    assert scaled_text(world.engine).startswith("now 3 workers · new ranks 1-2 do not have ")
     assert world.gather("globals().get('was')") == [0, None, None]
     assert world.gather(WHO) == [[r, r, 3, r, 3, r, r, 3, 3, 3, True, str(r)] for r in range(3)]
 

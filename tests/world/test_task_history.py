@@ -14,6 +14,7 @@ from nbdist.errors import WorkerDied, WorkerError
 from nbdist.output.events import Display, Done, Failure
 from nbdist.values.payload import Identity, Segment, SegmentGone, run_to_end
 from nbdist.wire.work import Attempt, CellCode, OpCall, Script, Task, Work
+from nbdist.world import dispatch
 from nbdist.world import task_history as module
 from nbdist.world.name_table import Sent
 from nbdist.world.sent_objects import Parcel
@@ -189,7 +190,7 @@ DIES = "import os, time\nif rank == 1: time.sleep(0.2); os.kill(os.getpid(), 9)\
 @pytest.fixture
 def world(started: World) -> World:
     """Three ready ranks with `kept`, and no set-up cells."""
-    started.session.setup.forget()
+    started.engine.setup.forget()
     if started.state is not WorldState.READY:
         started.restart()
     started.execute("kept = rank")
@@ -207,7 +208,7 @@ def test_setup_runs_in_every_new_worker(world: World) -> None:
     error = run(world, f"base = 0\n{DIES}").error
     assert isinstance(error, WorkerDied)
     assert world.gather("base") == [0, expected[1], 0]
-    assert "base" not in world.session.names.lacking_text([1])
+    assert "base" not in world.engine.names.lacking_text([1])
     world.replace([2])
     assert world.gather("base") == [0, *expected[1:]]
     world.restart()
@@ -230,14 +231,14 @@ def test_a_failed_set_up_cell_is_reported(world: World) -> None:
     world.execute("dict(); assert kept >= 0", setup=True)
     with pytest.raises(WorkerError, match="NameError: name 'kept' is not defined"):
         world.restart()
-    world.session.setup.forget()
+    world.engine.setup.forget()
     world.execute(f"{SUM}\nkept = rank")
     world.execute("import os\nif 'kept' not in globals(): os._exit(7)", setup=True)
     error = run(world, DIES).error
     assert isinstance(error, WorkerDied)
     said = r"A `--setup` cell failed there: rank 1 on .*exited with code 7"
     assert re.search(said, str(error))
-    world.session.setup.forget()
+    world.engine.setup.forget()
     world.execute(SUM)
 
 
@@ -248,8 +249,8 @@ def test_stop_ends_a_set_up_cell(world: World, tmp_path: Path) -> None:
     world.execute(f"if 'kept' not in globals(): {waits}", setup=True)
     running = world.submit(world.task(DIES))
     with once(begun.exists, press_stop):
-        world.session.wait(running)
+        dispatch.wait(world.engine, running)
         with pytest.raises(KeyboardInterrupt):
-            world.session.check(running)
-    world.session.setup.forget()
+            dispatch.check(world.engine, running)
+    world.engine.setup.forget()
     world.execute(SUM)

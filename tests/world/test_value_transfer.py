@@ -27,6 +27,7 @@ from nbdist.errors import (
     WorkerError,
 )
 from nbdist.wire.messages import Kill
+from nbdist.world import dispatch, inbox
 from nbdist.world.split_join import join, split
 from nbdist.world.states import WorldState
 from nbdist.world.value_transfer import Scatter, commit
@@ -107,7 +108,7 @@ def test_joined_parts_equal_the_scattered_value(world: World) -> None:
     assert world.gather("x") == [[5], []]
     world.scatter("x", ["ab"] * 3, ranks=[1])
     assert world.gather("x") == [[5], ["ab", "ab", "ab"]]
-    assert world.session.names.owners()["x"] == ("workers", {0, 1})
+    assert world.engine.names.owners()["x"] == ("workers", {0, 1})
 
 
 def test_no_part_has_memory_of_the_whole(world: World) -> None:
@@ -126,7 +127,7 @@ def test_no_part_has_memory_of_the_whole(world: World) -> None:
         (data, None),
         (data.shuffle(seed=1), None),
     ):
-        with closing(Scatter(world.session, "x", value, dim=dim)) as scatter:
+        with closing(Scatter(world.engine, "x", value, dim=dim)) as scatter:
             done = [*scatter.packing()]
         assert 3_990_000 <= scatter.bytes <= 4_100_000, (type(value), dim)
         assert done == sorted(done)
@@ -135,8 +136,8 @@ def test_no_part_has_memory_of_the_whole(world: World) -> None:
 
 def test_a_scatter_says_how_much_each_rank_gets(world: World) -> None:
     """The text has each rank's share; if the value cannot be split, ranks keep their old value."""
-    assert str(Scatter(world.session, "x", [1, 2, 3])) == "x: 3 elements, 2 to rank 0, 1 to rank 1"
-    even = str(Scatter(world.session, "x", torch.ones(3, 4), dim=1))
+    assert str(Scatter(world.engine, "x", [1, 2, 3])) == "x: 3 elements, 2 to rank 0, 1 to rank 1"
+    even = str(Scatter(world.engine, "x", torch.ones(3, 4), dim=1))
     assert even == "x: 4 along dimension 1, 2 to each of ranks 0-1"
     world.execute("x = 'as it was'")
     with pytest.raises(VariableNotSent, match=r"`x`: `x\[0\]` \(generator\) cannot be sent"):
@@ -201,7 +202,7 @@ def values(world: World) -> list[str]:
 
 def rank_1_alone(world: World, file: Path) -> Callable[[], bool]:
     """Return a condition: only rank 1 still runs the task, and the file exists."""
-    return lambda: world.session.unfinished == (1,) and file.exists()
+    return lambda: world.engine.task_table.unfinished == (1,) and file.exists()
 
 
 def test_a_scatter_stopped_halfway_binds_nothing(old: World, tmp_path: Path) -> None:
@@ -221,9 +222,9 @@ def test_a_scatter_stopped_halfway_binds_nothing(old: World, tmp_path: Path) -> 
 
 def test_stop_while_parts_are_bound_is_too_late(old: World, tmp_path: Path) -> None:
     """All ranks bind their parts, and Interrupted says that Stop came too late."""
-    session = old.session
+    engine = old.engine
     old.execute(f"if rank: Old.gate = {str(tmp_path)!r}")
-    is_met = lambda: session.running and session.running.stop.is_stopping  # noqa: E731
+    is_met = lambda: engine.task_table.last and engine.task_table.last.stop.is_stopping  # noqa: E731
     with (
         once(rank_1_alone(old, tmp_path / "binds"), press_stop),
         once(is_met, (tmp_path / "open").touch),
@@ -231,7 +232,7 @@ def test_stop_while_parts_are_bound_is_too_late(old: World, tmp_path: Path) -> N
     ):
         old.scatter("x", ["new", "new"])
     assert values(old) == ["['new']"] * 2
-    assert session.names.owners()["x"] == ("workers", {0, 1})
+    assert engine.names.owners()["x"] == ("workers", {0, 1})
 
 
 def test_a_part_that_cannot_be_rebuilt_binds_nothing(old: World) -> None:
@@ -248,7 +249,7 @@ def test_a_death_while_parts_are_taken_binds_nothing(old: World, tmp_path: Path)
     """No rank binds its part, and the rank in the dead rank's place has none either."""
     with (
         once(rank_1_alone(old, tmp_path / "takes"), lambda: os.kill(old.pids[0], signal.SIGKILL)),
-        once(lambda: 0 in old.session.dead, (tmp_path / "open").touch),
+        once(lambda: 0 in old.engine.rank_table.dead, (tmp_path / "open").touch),
         pytest.raises(WorkerDied, match=DEATH),
     ):
         old.scatter("x", ["new", Waits(tmp_path)])
@@ -257,15 +258,15 @@ def test_a_death_while_parts_are_taken_binds_nothing(old: World, tmp_path: Path)
 
 def test_a_death_after_parts_are_taken_binds_nothing(old: World) -> None:
     """No rank binds its part, though the task that brought the parts had ended well."""
-    scatter = Scatter(old.session, "x", ["new", "new"])
+    scatter = Scatter(old.engine, "x", ["new", "new"])
     assert [*scatter.packing()] == []
     take, bind = scatter.tasks()
-    taken = old.session.submit(take)
-    old.session.finish(taken)
+    taken = dispatch.submit(old.engine, take)
+    dispatch.finish(old.engine, taken)
     os.kill(old.pids[0], signal.SIGKILL)
-    wait_until(lambda: old.session.receive(0.01) or 0 in old.session.dead)
+    wait_until(lambda: inbox.receive(old.engine, 0.01) or 0 in old.engine.rank_table.dead)
     with pytest.raises(WorkerDied, match=DEATH):
-        commit(old.session, taken, bind)
+        commit(old.engine, taken, bind)
     assert values(old) == ["None", "old"]
 
 
@@ -310,7 +311,7 @@ def test_a_sharded_model_cannot_be_synced(world: World) -> None:
             world.sync(names, ranks=[0, 1])
         assert "`fully_shard`" in str(caught.value)
         assert "\n" not in str(caught.value)
-    world.session.link.call(Kill((1,)))
+    world.engine.connection.link.call(Kill((1,)))
     with pytest.raises(WorkerDied):
         world.execute("pass")
     world.sync(["build", "saved"])

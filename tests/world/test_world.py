@@ -25,6 +25,7 @@ from nbdist.output.events import Clear, Display, DisplayUpdate, Text
 from nbdist.values.linked import write
 from nbdist.values.links import Links
 from nbdist.values.payload import Identity, pack_frames
+from nbdist.world import dispatch, inbox, restarts
 from nbdist.world.name_table import Sent
 from nbdist.world.sent_objects import Parcel
 from nbdist.world.states import WorldState
@@ -44,7 +45,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 @pytest.fixture
 def world(started: World) -> World:
     """The ready world, which is restarted if the previous test has left it in another state."""
-    started.session.receive_waiting()
+    inbox.receive_waiting(started.engine)
     if started.state is not WorldState.READY:
         started.restart()
     return started
@@ -219,18 +220,18 @@ def test_execute_binds_names_and_fetches_values(world: World) -> None:
 
 def test_only_received_names_are_recorded(world: World) -> None:
     """The table has a name only if the ranks could rebuild its value; new workers have none."""
-    session = world.session
-    session.restart()
-    assert session.names.owners() == {}
+    engine = world.engine
+    restarts.restart(engine)
+    assert engine.names.owners() == {}
     no_number = type("Bad", (), {"__reduce__": lambda self: (int, ("x",))})()
     for name, value in (("bad", no_number), ("given", 1)):
-        frames = write({name: value}, [], Links(), {}, (), session.namespace).frames
+        frames = write({name: value}, [], Links(), {}, (), engine.names.namespace).frames
         payload, _ = pack_frames(frames)
-        ranks = range(session.size)
-        task = session.task(names=dict.fromkeys(ranks, payload))
+        ranks = range(engine.size)
+        task = engine.task(names=dict.fromkeys(ranks, payload))
         parcel = Parcel({name: Sent(type(value), Identity(value))})
-        session.wait(session.submit(task, shipped=dict.fromkeys(ranks, parcel)))
-    assert session.names.owners() == {"given": ("notebook", {0, 1, 2})}
+        dispatch.wait(engine, dispatch.submit(engine, task, shipped=dict.fromkeys(ranks, parcel)))
+    assert engine.names.owners() == {"given": ("notebook", {0, 1, 2})}
 
 
 def test_unknown_ranks_are_refused(world: World) -> None:
@@ -383,7 +384,7 @@ def test_a_killed_agent_ends_its_workers() -> None:
     workers = [*world.run(os.getpid)]  # starts the world
     assert workers == [*world.pids.values()]
     running = begin(world, "import time\ntime.sleep(600)")
-    os.kill(world.session.link.agent.pid, signal.SIGKILL)
+    os.kill(world.engine.connection.link.agent.pid, signal.SIGKILL)
     ran = follow(world, running)
     assert isinstance(ran.error, AgentLost)
     assert "%dist_restart" in str(ran.error)

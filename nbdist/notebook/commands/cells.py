@@ -111,7 +111,7 @@ def _run_here(line: MagicCall, running: TaskRun) -> BaseException | None:
         # belong to the ranks: otherwise later cells would get the notebook's values instead.
         for track in running.transcript:
             for name in track.done.bound if track.done else ():
-                world.session.names.record_gathered(name, (track.rank,))
+                world.engine.names.record_gathered(name, (track.rank,))
     error: BaseException | None = ran.error_before_exec
     if error is None:  # `or` would be wrong: a user's exception can be false as a truth value
         error = ran.error_in_exec
@@ -125,7 +125,7 @@ def _bind(line: MagicCall, name: str, value: object) -> None:
     if name:
         line.pool.shell.user_ns[name] = value
         if line.pool.world:
-            line.pool.world.session.names.record_assigned([name])
+            line.pool.world.engine.names.record_assigned([name])
 
 
 ASKED = (

@@ -49,9 +49,9 @@ from nbdist.wire.messages import GetRefused, GetStacks, GetStatus
 from nbdist.wire.places import Stack
 from nbdist.words import count, format_ranks, in_pool, name_ranks
 from nbdist.world.hangs import Who, group_stacks, stacks_text
+from nbdist.world.rank_table import RankTable
 from nbdist.world.recovery import record_changes
 from nbdist.world.result import log_lines, logs_text, rows
-from nbdist.world.session import Session
 from nbdist.world.spec import default_log_dir
 
 # --- the last lines of the ranks' log files, read from their ends ---------------------------------
@@ -99,18 +99,18 @@ def log_of(line: MagicCall) -> CommandOutput:
             "There are no workers whose log to show; the files of earlier runs are in "
             f"{default_log_dir() or 'no folder: NBDIST_LOG_DIR is empty'}."
         )
-    session = world.session
-    if session.is_elsewhere:
+    table = world.engine.rank_table
+    if table.is_elsewhere:
         ask = partial(line.query_agent, line.pool)
     else:
         folders = {rank: Path(folder) for rank, folder in world.logs.items() if folder}
         ask = partial(read_logs, {rank: folders.get(rank) for rank in line.ranks})
     get = GetLogs(line.ranks, streams, options.tail, options.attempt)
     answers = ask(get)
-    files = [*_files(answers, get, session)]
+    files = [*_files(answers, get, table)]
     tails = [each._replace(lines=last_lines(each, get, ask, pattern)) for each in answers]
     none = "no lines" + (f" with {options.grep}" if pattern else "")
-    return block("\n".join([*(logs_text(tails, session.machines.who) or [none]), *files]))
+    return block("\n".join([*(logs_text(tails, table.machines.who) or [none]), *files]))
 
 
 def last_lines(
@@ -130,16 +130,16 @@ def last_lines(
         (tail,) = ask(more._replace(end=tail.start)) or (tail._replace(lines=(), start=0),)
 
 
-def _files(tails: Sequence[LogTail], get: GetLogs, session: Session) -> Iterator[str]:
+def _files(tails: Sequence[LogTail], get: GetLogs, table: RankTable) -> Iterator[str]:
     """Yield lines that name the files, ranks whose files lack lines, and ranks without an answer.
 
     Raises UsageError if no answer has a file, or if there is no file of the attempt `get.attempt`.
     """
-    machines, folders = session.machines, dict[tuple[str, Path], list[int]]()
+    machines, folders = table.machines, dict[tuple[str, Path], list[int]]()
     attempts = {number for each in tails for number in each.attempts}
     for each in tails:
         if each.file:
-            host = f"{machines.name(each.rank)}:" if session.is_elsewhere else ""
+            host = f"{machines.name(each.rank)}:" if table.is_elsewhere else ""
             folders.setdefault((host, Path(each.file).parent.parent), []).append(each.rank)
     if tails and not folders:
         raise UsageError(NO_FILES)
@@ -230,7 +230,7 @@ def _pool_status(line: MagicCall, pool: Pool) -> CommandOutput:
         ranks = parse_ranks(line.options.ranks or "all", pool.world.size)
         stacks = line.query_agent(pool, GetStacks(ranks))
         # Read the headline only now: the request for stacks has shown whether the agent is lost.
-        return shown_stacks(pool.headline, stacks, pool.world.session.machines.who)
+        return shown_stacks(pool.headline, stacks, pool.world.engine.rank_table.machines.who)
     workers = line.query_agent(pool, GetStatus())
     if line.options.ranks is not None:
         ranks = parse_ranks(line.options.ranks, len(workers))
@@ -241,10 +241,10 @@ def _pool_status(line: MagicCall, pool: Pool) -> CommandOutput:
     owners: Mapping[str, tuple[str, frozenset[int]]] = {}
     changed: list[str] = []
     if pool.world is not None:
-        session = pool.world.session
-        if session.is_idle:
-            record_changes(session, session.everyone)
-        owners, changed = session.names.owners(), session.names.changed_names()
+        engine = pool.world.engine
+        if engine.task_table.is_idle:
+            record_changes(engine, engine.rank_table.everyone)
+        owners, changed = engine.names.owners(), engine.names.changed_names()
     lines = []
     for owner, words in (("workers", "made on the workers"), ("notebook", "sent by the notebook")):
         names = sorted(name for name, (whose, _) in owners.items() if whose == owner)
@@ -253,7 +253,7 @@ def _pool_status(line: MagicCall, pool: Pool) -> CommandOutput:
             if changed:
                 lines.append(f"sent, and changed on the workers: {', '.join(sorted(changed))}")
         lines.append(f"{words}: {', '.join(names) or 'none'}")
-    if pool.world is not None and pool.world.session.is_elsewhere:
+    if pool.world is not None and pool.world.engine.rank_table.is_elsewhere:
         refused = line.query_agent(pool, GetRefused()) or "none"
         lines.append(f"refused connections without this world's keys: {refused}")
     return below([shown, block("\n".join(lines))])

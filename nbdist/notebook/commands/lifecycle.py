@@ -30,7 +30,7 @@ from nbdist.output.wording import seconds_text
 from nbdist.words import count, name_ranks
 from nbdist.world import recovery
 from nbdist.world.agents import RunningWorld, find_attachable, worlds
-from nbdist.world.recovery import healing_text, scaled_text
+from nbdist.world.outcome_texts import healing_text, scaled_text
 from nbdist.world.spec import parse_size
 from nbdist.world.task_run import TaskRun
 from nbdist.world.world import take_over
@@ -40,7 +40,7 @@ from nbdist.world.world import take_over
 def dist_init(line: MagicCall) -> str:
     """Start workers now, as the first `%%distributed` cell would."""
     world = line.pool.ensure(line.options, line.display)
-    world.session.config = world.session.config.with_changes(**immediate_options(line.options))
+    world.engine.config = world.engine.config.with_changes(**immediate_options(line.options))
     return line.pool.ready_text
 
 
@@ -85,14 +85,14 @@ def dist_interrupt(line: MagicCall) -> str:
     ends = dict.fromkeys(_end_of(job) for job in jobs)
     others = [
         run
-        for run in (pool.world.session.runs if pool.world is not None else ())
+        for run in (pool.world.engine.task_table.runs if pool.world is not None else ())
         if run.unfinished and (chosen is None or not chosen.isdisjoint(run.unfinished))
     ]
     if jobs or pool.world is None or not others:
         where = "the workers" if chosen is None else name_ranks(chosen)
         return "; ".join(ends) or f"no cell is running on {where}"
     running = others[-1]
-    recovery.interrupt(pool.world.session, running)
+    recovery.interrupt(pool.world.engine, running)
     run_steps(follow_steps(pool, pool.world, running, pool.display()))
     if running.unfinished or not all(map(is_consequence, running.transcript.errors.values())):
         check_end(pool, pool.world, running, stopped=False)
@@ -121,7 +121,7 @@ def _replace(line: MagicCall, keep: list[str]) -> str:
             "`%dist_restart -r`: the options of workers can only be changed for all of them."
         )
     world, ranks = line.busy_world, line.ranks
-    session, machines, hint = world.session, world.session.machines, line.pool.routine.hint
+    engine, machines, hint = world.engine, world.engine.rank_table.machines, line.pool.routine.hint
     line.display.show_status(f"restarting {name_ranks(ranks)}")
     try:
         world.replace(ranks, keep)
@@ -129,10 +129,10 @@ def _replace(line: MagicCall, keep: list[str]) -> str:
         if hint:
             error.add(f"{hint}.")
         raise
-    session.mark_reported(ranks)
-    others = session.pop_replaced()  # ranks that died meanwhile, and were restarted too
+    engine.rank_table.mark_reported(ranks)
+    others = engine.rank_table.pop_replaced()  # ranks that died meanwhile, and were restarted too
     line.pool.note_ends(others, machines, line.display)
-    return healing_text(session, {*ranks, *others})
+    return healing_text(engine, {*ranks, *others})
 
 
 @command(
@@ -158,17 +158,17 @@ def dist_scale(line: MagicCall) -> str:
     if size is not None or keep:
         after = len(keep) if keep else parse_size(size, before)
         line.display.show_status(f"scaling from {before} to {count(after, 'worker')} …")
-    machines = world.session.machines
+    machines = world.engine.rank_table.machines
     try:
         world.scale(size, ranks=keep)
     finally:
         line.pool.note_deaths(world, line.display, machines)
     if world.size == before:
         return f"already {count(before, 'worker')}"
-    if world.session.warning:
-        line.display.add_note(world.session.warning)
+    if warning := world.engine.start_notes.warning:
+        line.display.add_note(warning)
     line.pool.shown_size = world.size
-    return scaled_text(world.session)
+    return scaled_text(world.engine)
 
 
 @command(
@@ -195,9 +195,9 @@ def dist_attach(line: MagicCall) -> str | None:
         )
     world = take_over(chosen, line.pool.shell.user_ns)
     line.pool.attach(world)
-    if not world.session.runs:
+    if not world.engine.task_table.runs:
         return f"{_title(chosen)} · no cell has run meanwhile"
-    *others, running = world.session.runs
+    *others, running = world.engine.task_table.runs
     line.display.add_note(f"{_title(chosen)} · {running.task.title}")
     for each in others:
         # Make the task a job, so that Stop in this cell does not interrupt the task.
@@ -225,4 +225,4 @@ def _steps(pool: Pool, running: TaskRun, display: CellDisplay) -> CellSteps:
     try:
         return outcome_of(pool, world, running, display)
     finally:
-        world.session.release_values(running)
+        world.engine.connection.release_values(running)

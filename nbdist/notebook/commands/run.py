@@ -149,7 +149,7 @@ def dist_debug(line: MagicCall) -> None:
     """
     world, options = line.world, line.options
     if options.ranks is not None and len(line.ranks) == 1 and (debugger := line.pool.debugger):
-        link = world.session.link
+        link = world.engine.connection.link
         if text := debugger.choose(link, line.ranks[0], is_alone=options.alone):
             line.display.add_note(text)
             return

@@ -63,12 +63,12 @@ def dist_gather(line: MagicCall) -> MagicResult:
     if options.dim is not None and not (options.stack or options.cat):
         raise UsageError(f"`--dim {options.dim}` needs `--stack` or `--cat`.")
     how: Joining | None = "stack" if options.stack else "cat" if options.cat else None
-    session, ranks = line.world.session, line.ranks
+    engine, ranks = line.world.engine, line.ranks
     is_one = how is None and ONE_RANK.fullmatch(options.ranks or "")
     one, dim = ranks[0] if is_one else None, options.dim or 0
     what = f"gathering {list_names(expressions)}"
     fetch = partial(fetch_results, pool, line.world, display=line.display, what=what)
-    results = value_transfer.gather(session, expressions, ranks, fetch, rank=one, how=how, dim=dim)
+    results = value_transfer.gather(engine, expressions, ranks, fetch, rank=one, how=how, dim=dim)
     named = zip(targets, results, strict=True)
     values = {target: value for target, value in named if target.isidentifier()}
     pool.bind_gathered(values, [each for each in values if each in expressions], ranks)
@@ -148,7 +148,7 @@ def dist_push(line: MagicCall) -> str:
     names, pool, world = names_in(line.options.names), line.pool, line.world
     _check_are_here(line, names)
     pack = partial(push, names, ranks=line.ranks)
-    shipment = make_shipment(pool, world, world.session.names, pack)
+    shipment = make_shipment(pool, world, world.engine.names, pack)
     with shipment.packed(line.display) as packed:
         task = world.task(OpCall("values.push", {"packed": packed.payloads}), ranks=line.ranks)
         running = bind(
@@ -195,7 +195,7 @@ def dist_scatter(line: MagicCall) -> str:
     values = [line.pool.shell.user_ns[name] for name in names]
     texts = []
     for target, value in zip(targets, values, strict=True):
-        scatter = Scatter(world.session, target, value, line.ranks, line.options.dim)
+        scatter = Scatter(world.engine, target, value, line.ranks, line.options.dim)
         with closing(scatter):
             moved(scatter.packing(), scatter.bytes, line.display, f"scattering {target}")
             bind(line.pool, world, *scatter.tasks())
@@ -281,7 +281,7 @@ def save_due_snapshot(pool: Pool) -> None:
     If the snapshot fails, a line says why, and the cell still succeeds.
     """
     routine = pool.routine
-    if pool.world is None or not pool.world.session.is_idle:
+    if pool.world is None or not pool.world.engine.task_table.is_idle:
         return  # a snapshot needs all ranks to be idle, so this cell is not counted
     if not routine.is_due():
         return

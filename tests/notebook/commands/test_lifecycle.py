@@ -12,7 +12,7 @@ import pytest
 
 from nbdist.terminal.worlds import kill_world
 from nbdist.world.agents import RunningWorld, worlds
-from nbdist.world.workers import FOLDER_REMOVED
+from nbdist.world.engine import FOLDER_REMOVED
 from tests.notebook.front_end import Notebook, Outcome, body
 from tests.waiting import SOON, wait_until
 

@@ -221,8 +221,8 @@ def test_quitting_the_debugger_ends_the_cell(
     enter("q", "c", "c")
     with pytest.raises(WorkerError, match="BdbQuit"):
         world.run_script(str(script), ranks=[1], max_restarts=3)
-    assert world.session.running is not None
-    assert world.session.running.task.attempt.number == 0
+    assert world.engine.task_table.last is not None
+    assert world.engine.task_table.last.task.attempt.number == 0
     world.run_script(str(script), max_restarts=3)
     assert world.gather("x") == [1, 1]
 

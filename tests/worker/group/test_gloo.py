@@ -207,5 +207,6 @@ def test_a_group_that_was_rebuilt_too_often_says_so(world: World) -> None:
     heal(world, times=2)
     world.execute("dist.barrier()\nassert seam.MAX_GENERATIONS == 3")
     heal(world)
-    assert world.session.problem == "the group was rebuilt 2 times, which is all torch takes"
+    problem = world.engine.rank_table.problem
+    assert problem == "the group was rebuilt 2 times, which is all torch takes"
     world.restart()

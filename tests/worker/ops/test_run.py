@@ -19,6 +19,7 @@ from nbdist.values.links import Links
 from nbdist.values.payload import Payload, pack_frames
 from nbdist.worker.namespace import Context, Namespace, VariableError
 from nbdist.worker.ops.run import call, lent_names
+from nbdist.world import dispatch
 from nbdist.world.remote_call import find_script
 from nbdist.world.result import CellResult
 from nbdist.world.world import World
@@ -82,8 +83,8 @@ def test_traceback_has_the_scripts_own_lines_only(world: World, write: Write) ->
 
 def failures(world: World) -> list[Any]:
     """Return the failure of the last task on each rank."""
-    assert world.session.running is not None
-    return [world.session.running.transcript.errors[rank] for rank in range(N)]
+    assert world.engine.task_table.last is not None
+    return [world.engine.task_table.last.transcript.errors[rank] for rank in range(N)]
 
 
 def test_edited_modules_are_imported_anew(world: World, write: Write) -> None:
@@ -143,7 +144,7 @@ def test_scripts_can_use_data_loaders_and_asyncio(world: World, write: Write) ->
     )
     script = find_script("file", "spawns.py")
     for _ in range(2):  # a process can set the method only once
-        assert said(world.session.run(world.task(script, ranks=[0]))) == ["True"]
+        assert said(dispatch.run(world.engine, world.task(script, ranks=[0]))) == ["True"]
 
 
 def test_waits_name_the_scripts_line(world: World, write: Write) -> None:
@@ -165,7 +166,7 @@ def test_waits_name_the_scripts_line(world: World, write: Write) -> None:
     for stack in world.stacks():
         assert [frame.line for frame in stack.frames][:2] == [6, 4 + stack.rank]
     world.interrupt()
-    world.session.wait(running)
+    dispatch.wait(world.engine, running)
     assert "was waiting in barrier (waits.py line 5) and was released" in str(running.error())
     world.execute("dist.barrier()")
     write("dies.py", "import ctypes\nif rank == 1:\n    ctypes.string_at(0)\ndist.barrier()\n")
@@ -206,7 +207,7 @@ def test_record_writes_torchs_error_file(world: World, write: Write) -> None:
 def execute(world: World, name: str, *args: str, local_rank: bool = False) -> CellResult:
     """Run an executable."""
     script = find_script("executable", name, args, local_rank=local_rank)
-    return world.session.run(world.task(script))
+    return dispatch.run(world.engine, world.task(script))
 
 
 def test_each_rank_runs_the_executable(world: World, write: Write) -> None:
@@ -239,7 +240,7 @@ def test_stop_ends_executables(world: World, write: Write) -> None:
         if said(running) == ["started"] * N:
             break
     world.interrupt()
-    world.session.wait(running)
+    dispatch.wait(world.engine, running)
     assert {error.name for error in failures(world)} == {"KeyboardInterrupt"}
     assert world.pids == before
     left = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"]]

@@ -156,8 +156,8 @@ def copy(
     """Sync variables by both ops, which print nothing; return the names bound on each rank."""
     for op, more in (("values.sync", {"source": source, "to": to}), ("values.bind_synced", {})):
         world.call(op, wanted=names, **more)
-        assert world.session.running is not None
-        tracks = [*world.session.running.transcript]
+        assert world.engine.task_table.last is not None
+        tracks = [*world.engine.task_table.last.transcript]
         assert [track.line_count for track in tracks] == [0, 0, 0]
     return [track.done.bound if track.done else frozenset() for track in tracks]
 

@@ -1,0 +1,137 @@
+"""The connection of a world to its agent, and what another notebook needs to take the world over.
+
+Runs in the notebook's process, on the thread that made the world; `request` on any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+
+from nbdist.config import Patience, WorldConfig
+from nbdist.errors import AgentLost, WorldNotStarted
+from nbdist.wire.messages import (
+    HandoverState,
+    ReleaseRankValues,
+    Reply,
+    RequestBody,
+    SendInput,
+)
+from nbdist.wire.work import InputReply, Task
+from nbdist.world.agent_link import Link
+from nbdist.world.states import NO_INPUT
+from nbdist.world.task_run import TaskRun
+
+
+def handover_state(
+    config: WorldConfig, patience: Patience, setup: Mapping[str, Task]
+) -> HandoverState:
+    """Return the data that another notebook needs to take a world over.
+
+    The config names the launcher, because the other notebook may have another default.
+    """
+    config = replace(config, launcher=config.launcher_name)
+    return HandoverState(config, patience, (*setup.items(),))
+
+
+class AgentConnection:
+    """The link to a world's agent, from the agent's start to its end, and the last hand-over.
+
+    `lost` is the error about an agent that has ended by itself.  Any thread may set
+    `kernel_exiting` when this process is about to end.
+    """
+
+    def __init__(self) -> None:
+        self.link_or_none: Link | None = None  # see `link`, which raises errors instead
+        self.lost: AgentLost | None = None
+        self.kernel_exiting = threading.Event()
+        self._handed_over = HandoverState()
+
+    def __repr__(self) -> str:
+        return f"<AgentConnection {self.link_or_none or 'without a link'}>"
+
+    @property
+    def link(self) -> Link:
+        """The link to the agent; raises WorldNotStarted without a link, ForkedProcess in a fork."""
+        if self.link_or_none is None:
+            raise WorldNotStarted("This")
+        self.link_or_none.check_process()
+        return self.link_or_none
+
+    @property
+    def is_up(self) -> bool:
+        """Whether there is a link to an agent that is neither lost nor closed."""
+        return self.link_or_none is not None and self.link_or_none.is_up
+
+    def adopt(self, link: Link) -> None:
+        """Use the agent of this link for the next start, instead of a new agent."""
+        self.link_or_none = link
+
+    def detach(self) -> Link | None:
+        """Remove and return the link, for the caller to close; None without a link."""
+        link, self.link_or_none = self.link_or_none, None
+        return link
+
+    def close(self) -> str:
+        """Close the link and end the agent, if there is one.
+
+        Returns a sentence about processes that are left on other machines, "" for none.
+        """
+        link = self.detach()
+        return link.close() if link is not None else ""
+
+    def forget_loss(self) -> None:
+        """Forget that an agent was lost, and the last hand-over, before new workers are started."""
+        self.lost, self._handed_over = None, HandoverState()
+
+    def hand_over(self, config: WorldConfig, patience: Patience, setup: Mapping[str, Task]) -> None:
+        """Send the agent the data that another notebook needs to take the world over.
+
+        `setup` has the set-up cells by their keys.  Does nothing without a link, if the world
+        cannot be detached, or if the agent has the data.
+        """
+        may_be = config.detach or self._handed_over.config.detach
+        if self.link_or_none is None or not self.is_up or not may_be:
+            return
+        state = handover_state(config, patience, setup)
+        if state != self._handed_over:
+            self._handed_over = state
+            self.link_or_none.send(state)
+
+    def request(self, request: RequestBody) -> Future[Reply] | None:
+        """Send the agent a request, from any thread; return its reply as a future.
+
+        Returns None without a link, or if the agent has ended.
+        """
+        link = self.link_or_none
+        return link.ask(request) if link is not None and link.is_up else None
+
+    # --- messages about a task --------------------------------------------------------------
+
+    def reply(self, running: TaskRun, answers: Mapping[int, str | None]) -> None:
+        """Send each rank its answer to its prompt; None means the end of input (EOF)."""
+        for rank, text in answers.items():
+            self.link.send(SendInput(rank, InputReply(running.prompts[rank].number, text)))
+            running.prompts.answered(rank, time.monotonic())
+
+    def refuse_prompts(self, running: TaskRun) -> None:
+        """Answer all open prompts with the error that this front end cannot ask for input."""
+        for rank in running.prompts.ranks:
+            number = running.prompts[rank].number
+            self.link.send(SendInput(rank, InputReply(number, problem=NO_INPUT)))
+            running.prompts.drop(rank, time.monotonic())
+
+    def release_values(self, running: TaskRun) -> None:
+        """Let ranks release the shared memory of a task's values, which this process has read."""
+        payloads = running.payloads().items()
+        self.release_lent_values(
+            running.task, (rank for rank, payload in payloads if payload.segment)
+        )
+
+    def release_lent_values(self, task: Task, ranks: Iterable[int]) -> None:
+        """Let ranks release the values that they hold for a task, returned or not bound yet."""
+        if lent := tuple(ranks):
+            self.link.send(ReleaseRankValues(task.id, lent))

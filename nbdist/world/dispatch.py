@@ -1,0 +1,188 @@
+"""Sends tasks to ranks that are ready for them, and waits for their results.
+
+Runs in the notebook's process, on the thread that made the world.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+import warnings
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from nbdist import errors
+from nbdist.config import Patience, read_restarts
+from nbdist.errors import WorldNotStarted
+from nbdist.values.payload import pack_frames
+from nbdist.wire.messages import Grow
+from nbdist.wire.work import Attempt, OpCall, Task
+from nbdist.world import inbox, recovery
+from nbdist.world.engine import Engine, KeptVariables
+from nbdist.world.outcome_texts import broken_error, death_error, healing_text, late_stop_text
+from nbdist.world.result import CellResult
+from nbdist.world.sent_objects import Parcel
+from nbdist.world.states import WorldState
+from nbdist.world.stop import StopEvent
+from nbdist.world.task_run import TaskRun
+from nbdist.world.world_outputs import LATE_KEPT
+
+
+def submit(
+    engine: Engine,
+    task: Task,
+    patience: Patience | None = None,
+    shipped: Mapping[int, Parcel] | None = None,
+) -> TaskRun:
+    """Send a task to its ranks, after healing a broken group; do not wait for the task's end.
+
+    Other ranks may run another task meanwhile.  `shipped` has by rank the names and objects
+    that the task brings to the rank.  If the task cannot run, the task is not sent, and an
+    error says why, such as WorldNotStarted, WorldBusy, WorkerDied, WorldBroken, AgentLost or
+    CodeNotSent.
+    """
+    inbox.receive_waiting(engine)
+    engine.hooks.wait_until_free(task.ranks)
+    if damage := wait_for_stop(engine, task.ranks):
+        warnings.warn(f"The task before was stopped late. {damage}", stacklevel=2)
+    before = engine.rank_table.everyone
+    if engine.task_table.is_idle:
+        make_whole(engine)
+    check_ready(engine, task.ranks)
+    if engine.code is not None:
+        for _ in engine.code.send_changes(engine.connection.link.calling):
+            pass
+    return engine.send(engine.with_current_ranks(task, before), patience, shipped)
+
+
+def attempts(task: Task, max_restarts: int) -> Iterator[Task]:
+    """Yield copies of a task: for the first attempt, and for at most `max_restarts` restarts.
+
+    The caller submits and follows each copy before the next, and takes a further copy only if
+    the attempt before has a `TaskRun.restart_text`.
+    """
+    for number in range(read_restarts(max_restarts) + 1):
+        yield replace(task, id=uuid.uuid4().hex, attempt=Attempt(number, max_restarts))
+
+
+def run(engine: Engine, task: Task) -> CellResult[Any]:
+    """Send a task and return its result; raise its error, or KeyboardInterrupt after Stop."""
+    return finish(engine, submit(engine, task))
+
+
+def finish(engine: Engine, running: TaskRun) -> CellResult[Any]:
+    """Wait for a task that has been sent; return its result and raise as `run`."""
+    wait(engine, running)
+    check(engine, running)
+    return running.result()
+
+
+def wait(engine: Engine, running: TaskRun) -> None:
+    """Follow a task until `follow` ends, and ignore the task's output."""
+    for _ in recovery.follow(engine, running):
+        pass
+
+
+def check(engine: Engine, running: TaskRun) -> None:
+    """Raise the error of a followed task, if it has one, or KeyboardInterrupt after Stop."""
+    if running.stop.was_pressed:
+        recovery_text = late_stop_text(running)
+        if recovery_text or running.damage:
+            raise errors.Interrupted(running.task.ranks, recovery_text, running.damage)
+        raise KeyboardInterrupt
+    if error := running.error():
+        engine.rank_table.mark_reported(running.recovered_ranks)
+        raise error
+
+
+def stopped_run(engine: Engine, ranks: Collection[int] | None = None) -> TaskRun | None:
+    """Return a stopped task that `ranks` still run, or that has not been completed; or None.
+
+    Without `ranks` the tasks of all ranks count.  So they do if the group is broken, because
+    the group can only be healed once all ranks have ended their tasks.
+    """
+    if ranks is None or engine.is_broken:
+        ranks = engine.rank_table.everyone
+    return engine.task_table.stopped_run(ranks)
+
+
+def wait_for_stop(engine: Engine, ranks: Collection[int] | None = None) -> str:
+    """Wait for ranks that were still in a stopped task when Stop returned control.
+
+    Waits at most `stop.LATE_TIMEOUT` seconds for the ranks of `stopped_run(engine, ranks)`.
+    Returns the task's `TaskRun.damage`, or "" if no task was stopped or if the damage was the same
+    before.  Another Stop interrupts the ranks again, and raises KeyboardInterrupt.
+    `TaskRun.pop_outputs` returns the newest outputs of the wait.
+    """
+    if (running := stopped_run(engine, ranks)) is None:
+        return ""
+    reported_damage = running.damage
+    before = running.stop.presses
+    running.stop.handle(StopEvent.LATE_WAIT, time.monotonic())
+    newest: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)
+    for outputs in recovery.follow(engine, running):
+        newest += outputs
+    running.return_outputs(newest)
+    if running.stop.presses > before:
+        recovery.interrupt(engine, running)
+        raise KeyboardInterrupt
+    return "" if running.damage == reported_damage else running.damage
+
+
+def check_ready(engine: Engine, ranks: Collection[int] | None = None) -> None:
+    """Raise an error unless a task for `ranks`, by default all, can be sent now.
+
+    The error says why the task cannot be sent, and names a remedy.
+    """
+    tasks, table = engine.task_table, engine.rank_table
+    running = tasks.failed_runs[-1] if tasks.failed_runs else None
+    ranks = table.everyone if ranks is None or engine.is_broken else ranks
+    busy = tasks.run_on(ranks)
+    if engine.is_whole and busy is None:
+        return
+    if engine.state in (WorldState.STOPPED, WorldState.STARTING, WorldState.STOPPING):
+        raise WorldNotStarted("The cell")
+    if engine.connection.lost is not None:
+        raise engine.connection.lost
+    if busy is not None:
+        if busy.stop.is_stopping and not busy.is_job:
+            raise busy.not_stopped
+        raise errors.WorldBusy(busy.unfinished, busy.age)
+    # After deaths, each task until the repair raises the same error with the present remedy.
+    if running is not None and running.deaths:
+        running.recovery_text = healing_text(engine, running.deaths)
+        if error := running.error():
+            raise error
+    dead = {rank: died for rank, died in table.dead.items() if not died.by_restart}
+    raise death_error(engine, dead) if dead else broken_error(engine)
+
+
+def make_whole(engine: Engine) -> None:
+    """Repair a broken group as `on_failure` says; then let machines that have come join.
+
+    Then binds the variables in `Engine.kept` of a `replace` that has failed.  Raises as `run` if
+    the new worker cannot unpickle them, and does not try again.
+    """
+    recovery.heal(engine)
+    if engine.rank_table.joined and engine.is_whole and engine.task_table.is_idle:
+        engine.rank_table.joined = {}
+        recovery.regroup(engine, Grow())
+    if engine.kept.frames and engine.is_whole and engine.task_table.is_idle:
+        kept, engine.kept = engine.kept, KeptVariables()
+        bind_kept(engine, kept.frames)
+
+
+def bind_kept(engine: Engine, kept: Mapping[int, list[bytes]]) -> None:
+    """Bind variables that `restarts.fetch_kept` has returned, on the ranks that still exist."""
+    for rank, frames in kept.items():
+        if rank >= engine.size:
+            continue
+        payload, segment = pack_frames(frames)
+        with closing(segment) if segment else nullcontext():
+            task = engine.task(OpCall("values.give_back", {"packed": payload}), ranks=(rank,))
+            running = submit(engine, task)
+            finish(engine, running)
+            engine.names.objects.record_gained(rank, running.gained(rank))

@@ -1,0 +1,69 @@
+"""Tests of `nbdist.world.engine` and its tables: facts before and after the start of workers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nbdist.config import WorldConfig
+from nbdist.errors import WorldNotStarted
+from nbdist.output.events import Died, Done
+from nbdist.topology import Position
+from nbdist.wire.messages import Healed
+from nbdist.world.connection import handover_state
+from nbdist.world.engine import Engine
+from nbdist.world.sent_objects import NOTHING_SENT
+from nbdist.world.states import WorldState
+
+
+def test_replaced_ranks_are_returned_once() -> None:
+    """Replaced ranks are returned with their deaths, without ranks that the world lacks now."""
+    engine = Engine(WorldConfig(n=2, log_dir=""))
+    table = engine.rank_table
+    engine.names.record_finished(1, Done("ok", 0.0, frozenset("x")), NOTHING_SENT)
+    table.dead = {1: Died(-9, 0), 2: Died(-9, 0)}
+    engine.apply_healed(Healed({0: 1, 1: 2}, {0: "", 1: ""}, table.spec))
+    assert engine.replace_dead({"late"}, {}) == (1,)
+    assert (table.dead, engine.names.lacking_text([1])) == ({}, "late and x")
+    assert [table.pop_replaced(), table.pop_replaced()] == [{1: Died(-9, 0)}, {}]
+
+
+def test_facts_are_known_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of workers, layout, group and launcher are known before the start."""
+    there = Engine(WorldConfig(layout="2x2", log_dir=""))
+    table = there.rank_table
+    assert (there.state, there.size, table.layout) == (WorldState.STOPPED, 4, "2x2")
+    assert (table.everyone, table.backend) == ((0, 1, 2, 3), "gloo")
+    assert there.task_table.is_idle
+    assert there.resolve("3") == 3
+    with pytest.raises(WorldNotStarted):
+        _ = there.connection.link
+    assert Engine(WorldConfig(1, backend="none", log_dir="")).rank_table.backend == "none"
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    there = Engine(WorldConfig(2, log_dir=""))
+    state = handover_state(there.config, there.config.patience, {})
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert state.config.launcher_name == "slurm"
+
+
+def test_the_repr_says_what_a_world_is_doing() -> None:
+    """The repr of a world, of its engine and of the tables name size, state, and who has died."""
+    engine = Engine(WorldConfig(n=2, log_dir=""))
+    assert repr(engine) == "<Engine 2 ranks, stopped>"
+    engine.rank_table.pids, engine.rank_table.dead = {0: 7, 1: 8}, {1: Died(-9, 0)}
+    assert repr(engine.rank_table) == "<RankTable 2 ranks, pids {0: 7, 1: 8}, dead [1]>"
+    assert repr(engine.task_table) == "<TaskTable []>"
+    assert repr(engine.connection) == "<AgentConnection without a link>"
+
+
+def test_a_renumbering_is_returned_once() -> None:
+    """Ranks are recognized by node and process, and their new numbers are returned once."""
+    there = Engine(WorldConfig(layout="2x1", log_dir=""))
+    table = there.rank_table
+    table.pids = {0: 100, 1: 101}
+    spec = replace(table.spec, world_size=1, slots=(Position(1, 0),))
+    there.apply_healed(Healed({0: 101}, {0: ""}, spec))
+    assert (there.size, table.pids) == (1, {0: 101})
+    assert [table.pop_renumbering(), table.pop_renumbering()] == [{1: 0}, {}]
+    assert Engine(there.config).size == 1  # after a restart, too
