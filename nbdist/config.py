@@ -149,6 +149,7 @@ def _shell_parser(flag: str, form: str) -> Callable[[str], str]:
     """Make a function that returns a command line unchanged if `shlex` can split it into words.
 
     The function raises UsageError for a quote that is not closed, and for a text without words.
+    `flag` is the option in the message, and `form` says what it expects.
     """
 
     def read(text: str) -> str:

@@ -373,7 +373,7 @@ class RanksReleased(WorkerError):
     """Ranks waited in collectives that could never complete, and were released."""
 
     def __init__(self, blame: Blame, why: str, recovery: str) -> None:
-        """`why` says which ranks waited in vain; `recovery` says which were restarted, or ""."""
+        """`why` says which ranks waited in vain; `recovery` which were restarted, "" if none."""
         self.rank, self.host, self.pid, self.errors = blame
         NbdistError.__init__(
             self, f"{why}. The waiting ranks were released{'' if recovery else NO_VARIABLES_LOST}."

@@ -169,7 +169,9 @@ def _is_below(folder: Path, file: Path) -> bool:
 
 
 def _replace(folder: Path, path: str, content: bytes, mode: int) -> None:
-    """Write `content` to the file `path` in `folder`, unless the file is the same already.
+    """Write `content` to the file `path` in `folder`, with these permissions (`mode`).
+
+    Does nothing if the file has the same content and permissions already.
 
     The file is replaced atomically, because a worker may be reading it.  Raises OSError if `path`
     leads through a symbolic link.

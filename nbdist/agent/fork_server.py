@@ -39,8 +39,9 @@ def start_guarded(
 ) -> tuple[Guard, ForkServerProcess | None]:
     """Fork a child that becomes the agent or head, and start a fork server if `fork_server`.
 
-    Returns only in the child.  This process becomes the child's guard; `fork_below_guard` explains
-    the guard and `grace`.  Exits with a message if a process cannot be started.
+    Returns only in the child: its end of the pipe to its guard, and the fork server or None.  This
+    process becomes the guard; `fork_below_guard` explains the guard and `grace`.  Exits with a
+    message if a process cannot be started.
     """
     raise_file_limit()
     try:

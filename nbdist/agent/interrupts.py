@@ -300,6 +300,6 @@ async def _place_of(rank: Worker) -> RankPosition:
         return place
     place_read, frames = await place_from_outside(rank, SAMPLE_TIMEOUT)
     # Frames without the user's code show that the rank has left that code, so it is not stuck.
-    # Without any frames the rank counts as holding the GIL, and its own time decides.
+    # Without any frames the rank counts as holding the GIL: it is stuck after `C_GRACE`.
     is_outside = frames and not (place_read.line or place_read.file)
     return replace(place_read, holds_gil=False) if is_outside else place_read

@@ -318,8 +318,9 @@ class FrameConnection(asyncio.Protocol):
 class KernelClient:
     """The agent's connections to a worker's kernel.
 
-    For each iopub message with a mark in stdout, `on_output` is called with the number of the mark,
-    and with the output that the message shows, or None.
+    For each iopub message with a mark in stdout, `on_output` is called with the number of the mark
+    and the output that the message shows.  The output is None if the message shows none or is
+    malformed.
     """
 
     def __init__(

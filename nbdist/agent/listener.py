@@ -107,7 +107,10 @@ class Door:
     async def _serve_connection(
         self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Serve one connection.  Adds `task` to `_connections`; `_serve` removes it again."""
+        """Answer what comes from one connection, until this server or the other side closes it.
+
+        `task` runs this method.  Adds it to `_connections`, from which `_serve` removes it again.
+        """
         raise NotImplementedError
 
 
@@ -158,8 +161,9 @@ class Listener(Door):
     ) -> None:
         """Read a question and answer it.
 
-        An accepted notebook keeps the connection open while it has the world.  The link is notified
-        when the connection closes.
+        If the question is that of a notebook that attaches the world, the notebook keeps the
+        connection open as long as it has the world.  When the connection closes, the link to the
+        notebook is told.
         """
         waiting = self._connections_of(None)
         if len(waiting) >= MAX_QUERY_CONNECTIONS:

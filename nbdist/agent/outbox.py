@@ -180,7 +180,7 @@ class Backlog:
 
 
 def _append(queue: list[tuple[str, Output]], cell_id: str, output: Output) -> None:
-    """Append an output; two consecutive `Skipped` of a cell become one."""
+    """Append an output of a cell; two consecutive `Skipped` of the cell become one."""
     match output, queue[-1:]:
         case Skipped(), [(last_cell, Skipped() as last)] if last_cell == cell_id:
             queue[-1] = cell_id, last + output

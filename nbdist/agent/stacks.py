@@ -106,7 +106,8 @@ class StackFile:
     def crash_text(self, exit_code: int, task: Task | None) -> str:
         """Return the Python stack that a crashed worker has written to the file, as text.
 
-        Returns "" if the worker has not crashed, or if there is no stack.
+        `task` is the task that the worker ran, None if it ran none.  Returns "" if the worker has
+        not crashed, or if there is no stack.
         """
         # Read only the last crash: the file may have a crash of a child process before it.
         _, start, dump = self._read().rpartition(CRASH)
@@ -140,8 +141,8 @@ def crash_calls(dump: str) -> tuple[FrameInfo, ...]:
 def frames_of(calls: tuple[FrameInfo, ...], task: Task | None) -> list[StackFrame]:
     """Return the calls as frames, in the same order.
 
-    A call in the running cell gets the file name `Cell In[N]` and its source line.  A call in
-    another cell gets `Cell In[?]`.
+    A call in the cell that runs, which `task` has, gets the file name `Cell In[N]` and its source
+    line.  A call in another cell gets `Cell In[?]`.
     """
     cell = next((file for file, _, _ in reversed(calls) if CELL_FILE.search(file)), "")
     lines, frames = task.source.splitlines() if task else [], []

@@ -178,9 +178,10 @@ class StepStops:
             self._interrupt_pending(busy)
 
     async def _run_to_step(self, busy: Mapping[Worker, str], step: int, deadline: float) -> None:
-        """Let held ranks go on, to stop at this step.
+        """Let ranks that wait at the beginning of a step go on, and stop where `step` begins.
 
-        Ranks that have not stopped at the deadline, or when a rank dies, are interrupted.
+        `busy` has the task of each rank.  At the deadline, or as soon as a rank dies, the ranks
+        that have not stopped are interrupted.
         """
         await _ask_all({rank: StopAtStep(task_id, step) for rank, task_id in busy.items()})
         while (remaining := self._remaining(busy)) and time.monotonic() < deadline:

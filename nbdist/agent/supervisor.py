@@ -110,7 +110,7 @@ class Supervisor:
     # --- facts ----------------------------------------------------------------------------
 
     def receive(self, rank: int, output: Output, now: float) -> None:
-        """Update the facts from an output of a rank in the task."""
+        """Record an output that says that a rank asks for input, has failed, or has finished."""
         match output:
             case InputRequest():
                 self._count_input(now)
@@ -414,7 +414,10 @@ class Supervision:
         self._set_timer(min(delays, default=float("inf")))
 
     def _carry_out(self, task_id: str, supervisor: Supervisor, decision: Decision) -> None:
-        """Send a decision to the notebook, and carry the decision out."""
+        """Send a decision on a task to the notebook, and do what the decision says.
+
+        Depending on the decision, collectives are aborted, or ranks are interrupted or killed.
+        """
         unfinished, waiting = (*sorted(supervisor.unfinished),), dict(supervisor.waiting)
         if decision is Decision.END_UNWAKEABLE:
             ranks = supervisor.unwakeable

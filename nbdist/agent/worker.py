@@ -200,7 +200,7 @@ class Worker:
     async def ask_or_kill(
         self, request: control.ControlRequest, timeout: float
     ) -> control.ControlReply | None:
-        """Send a request as `ask` does, and return the answer.
+        """Send a request as `ask` does; return the answer, or None if none comes in time.
 
         Kills the worker if the answer says that the worker cannot take part in its group any more.
         A new worker can then take its place.
@@ -291,9 +291,10 @@ class Worker:
         )
 
     def renumber(self, rank: int, log_folder: Path | None) -> None:
-        """Record that the worker gets another rank, and continue its log in another folder.
+        """Record that the worker gets another rank, and continue its log in `log_folder`.
 
-        The worker's process learns its new rank later, from a `Resize` request.
+        If `log_folder` is None, there are no log files from now on.  The worker's process learns
+        its new rank later, from a `Resize` request.
         """
         self.log.move(log_folder, self.rank)
         self.rank = rank

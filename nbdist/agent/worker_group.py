@@ -128,7 +128,11 @@ class WorkerGroup:
         return None
 
     def _adapt_spec(self, spec: WorldSpec) -> WorldSpec:
-        """Return the world's spec with the folder of this node's code, and adapted to this node."""
+        """Return the world's spec as it is valid on this node.
+
+        If this node has a copy of the notebook's folder, workers use the copy.  In a world of
+        several nodes, settings such as the number of threads are those of this node, too.
+        """
         spec = self.code.with_folder(spec)
         if spec.node is None:
             return spec
@@ -328,7 +332,7 @@ def adapt_spec(spec: WorldSpec, agent_environ: Mapping[str, str], interface: str
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface that has this address, or ""."""
+    """Return the name of the network interface that has this address; "" if none has it."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == address for each in addresses):
             return name
@@ -336,7 +340,7 @@ def interface_of(address: str) -> str:
 
 
 def problem_in(starts: Iterable[str], answers: Iterable[control.ControlReply | None]) -> str:
-    """Return why ranks could not form their groups, or "".
+    """Return why ranks could not form their groups; "" if all ranks have formed them.
 
     `starts` says why new workers did not start, and `answers` has the answers of the survivors.  If
     one of several reasons is a reached limit of processes or threads, this reason is returned.
@@ -465,7 +469,10 @@ class Rendezvous:
         )
 
     def environ_of(self, spec: WorldSpec, rank: int, log_folder: Path | None) -> Mapping[str, str]:
-        """Return the environment variables that differ between the ranks, such as RANK."""
+        """Return the environment variables that differ between the ranks, such as RANK.
+
+        `log_folder` is the folder for the rank's log files, None if there are none.
+        """
         in_logs = log_folder and str(log_folder / "error.json")
         error_file = in_logs or f"{self._name_of(rank)}.error.json"
         variables = torchrun_variables(spec, rank, self.port.number, error_file)
@@ -504,7 +511,7 @@ class FormingCanceller:
         """Send a survivor the request to form its groups, and return its answer.
 
         If the survivor fails, or does not answer within `timeout` seconds, the forming is called
-        off for all workers.
+        off for all workers.  Returns None if the survivor does not answer soon after that, either.
         """
         answer = asyncio.ensure_future(worker.ask_or_kill(request, timeout + CALLED_OFF_GRACE))
         await asyncio.wait({answer}, timeout=timeout)

@@ -67,7 +67,10 @@ class WorkerOutput:
 
     @property
     def last_line(self) -> str:
-        """The last line of the worker that is not blank, cut to `MAX_LAST_LINE_LENGTH`, or ""."""
+        """The last line of the worker that is not blank, cut to `MAX_LAST_LINE_LENGTH`.
+
+        "" if the worker has written no such line.
+        """
         end = "".join(self._last_texts)[-MAX_LAST_LENGTH:]  # an entry may be a part of a line
         line = next((each for each in reversed(end.splitlines()) if each.strip()), "")
         return line[:MAX_LAST_LINE_LENGTH]
@@ -241,8 +244,8 @@ class Merger(Generic[M]):
     def receive_stderr(self, data: bytes) -> None:
         """Add bytes that the worker has written to file descriptor 2, as text of stderr.
 
-        Nobody knows where they belong between the texts of descriptor 1.  They are put before the
-        first message whose mark was read and that has not arrived yet.
+        Their place among the texts of descriptor 1 is not known.  If a message is missing whose
+        mark was read already, the bytes are put before that message.
         """
         if text := self._decoders["pipe"].decode(data):
             places = (i for i, item in enumerate(self.queue) if isinstance(item, int))
@@ -354,7 +357,8 @@ class WorkerLog:
     def move(self, folder: Path | None, rank: int) -> None:
         """Continue the log in another folder, because the worker gets another rank.
 
-        `rank` is the worker's old rank.  The first line of each new file names the old file.
+        `rank` is the worker's old rank.  The first line of each new file names the old file.  If
+        `folder` is None, nothing is logged from now on.
         """
         before = self.folder
         self.close()

@@ -59,7 +59,7 @@ class WorldRecord:
 
     @property
     def running_task(self) -> messages.RunTask | None:
-        """The newest task in progress, or None."""
+        """The newest task in progress; None if no task is in progress."""
         return next((t.run for t in reversed(self._tasks.values()) if t.running), None)
 
     @property

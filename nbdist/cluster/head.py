@@ -71,7 +71,7 @@ class Head:
         self._task_of: dict[int, str] = {}
         # By rank, the last task that was sent to the rank, even if the rank has finished it.
         self._last_task: dict[int, str] = {}
-        # By rank, the task that ran at the last Stop, or "".
+        # By rank, the task that ran at the last Stop, "" if none ran.
         self._stopped_tasks: dict[int, str] = {}
         # By rank, the task that will be interrupted once the head has chosen the step.
         self._pending_stops: dict[int, str] = {}
@@ -242,8 +242,8 @@ class Head:
     async def _spare(self, ranks: Collection[int]) -> tuple[int, ...]:
         """Make agents kill none of `ranks`, even if they ignore Stop, until Stop is pressed again.
 
-        Returns the ranks for which this holds: those that are alive, and those for which the head
-        still looks for a common step.
+        Returns the ranks for which this holds: those that are alive and that no agent is killing
+        already, and those for which the head still looks for a common step.
         """
         # For ranks in `_pending_stops` the agents do not know of the Stop before `InterruptAt`. So
         # record these ranks, and send `SpareRanks` for them after `InterruptAt`.
@@ -533,8 +533,8 @@ async def rows_of(
 async def first_answer(parts: RanksByNode, consult: messages.Consult) -> Any:
     """Ask all nodes a front end's question at once, and return the first answer that is not empty.
 
-    The question is for completions, or for the description of a name. If all answers are empty,
-    return the last of them.
+    The question is for completions, or for the description of a name. `parts` has the ranks by
+    node. If all answers are empty, return the last of them.
     """
     requests = [ask(node, consult._replace(ranks=ranks)) for node, ranks in parts.items()]
     answer = None

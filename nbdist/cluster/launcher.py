@@ -198,7 +198,7 @@ def is_this_machine(host: Host) -> bool:
 
 
 def ssh_command(host: str, number: int, config: WorldConfig) -> list[str]:
-    """Return the command that starts an agent on a host by ssh."""
+    """Return the command that starts the agent with this number on a host by ssh."""
     options = {
         "BatchMode": "yes",
         "ConnectTimeout": str(SSH_CONNECT_TIMEOUT),

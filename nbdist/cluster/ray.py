@@ -478,7 +478,11 @@ def reserve_nodes(config: WorldConfig) -> tuple[list[Reserved], list[str]]:
 
 
 def word_busy(bundles: Sequence[Bundle], free: Bundle, total: Bundle) -> str:
-    """Return a message which says that too few of the cluster's resources are free, and which."""
+    """Return a message which says that too few of the cluster's resources are free, and which.
+
+    `bundles` has the resources that each node of the world needs.  `free` and `total` are resources
+    of the whole cluster.
+    """
     nodes = f"{count(len(bundles), 'node')} with {word_bundle(bundles[0])}"
     return (
         f"{nodes} each: the cluster has that, but it was not free within {PLACE_TIMEOUT:.0f} s; "
@@ -487,9 +491,10 @@ def word_busy(bundles: Sequence[Bundle], free: Bundle, total: Bundle) -> str:
 
 
 def start(config: WorldConfig, ticket: bytes, places: Sequence[Reserved]) -> list[tuple[Any, Any]]:
-    """Start an actor with an agent in each place; return each actor and a reference to its result.
+    """Start an actor with an agent in each reserved place.
 
-    A result is the exit code and last lines of the agent (`AgentActor.run`).
+    `ticket` is passed to the agents.  Returns each actor, and Ray's reference to its result: the
+    exit code and last lines of the agent (`AgentActor.run`).
     """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -300,10 +300,10 @@ def nodes_of(job: SlurmJob, config: WorldConfig) -> int:
 
 
 def word_complaint(name: str, lines: Sequence[str]) -> str:
-    """Return a message that says why Slurm has ended or refused an allocation, or "".
+    """Return a message that says why Slurm has ended or refused an allocation.
 
-    `name` is the name of the allocation in the message. The reason is in `lines`, the last lines of
-    srun or salloc; "" is returned if it is not.
+    `name` is the name of the allocation in the message, and `lines` are the last lines of srun or
+    salloc. Returns "" if these lines do not have the reason.
     """
     if owner_messages := [match[1] for line in lines if (match := _SALLOC_LINE.fullmatch(line))]:
         return f"{name}: {owner_messages[0]}"

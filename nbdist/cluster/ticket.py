@@ -403,7 +403,8 @@ def node_position(environ: Mapping[str, str]) -> tuple[bool, int]:
 def agent_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without the variables that would mislead an agent or its workers.
 
-    They are the variables for this process alone, and those that nbdist sets for each worker.
+    Removes variables that a starter such as torchrun has set for this process alone, and variables
+    that nbdist sets for each worker.
     """
     removed = set(NBDIST_DECIDES)
     if "TORCHELASTIC_RUN_ID" in environ and environ.get("OMP_NUM_THREADS") == "1":

@@ -72,13 +72,13 @@ class MagicLine:
 
     @property
     def pool(self) -> str | None:
-        """The value of `--pool` in the line, or None."""
+        """The value of `--pool` in the line; None if the line has no `--pool`."""
         match = POOL.search(self.text)
         return match[1] if match else None
 
     @property
     def ranks(self) -> str | None:
-        """The text in the line that selects ranks, such as `0,2-3`, or None.
+        """The text in the line that selects ranks, such as `0,2-3`; None if no text does.
 
         After `%%rank` it is the line without `--pool NAME`.  After other magics it is the value of
         `-r`.
@@ -89,7 +89,10 @@ class MagicLine:
 
 
 def cell_magic(code: str) -> MagicLine | None:
-    """Return the cell magic that begins a cell, perhaps below comments and blank lines, or None."""
+    """Return the cell magic that begins a cell, perhaps below comments and blank lines.
+
+    Returns None if the cell has no cell magic.
+    """
     match = _FIRST.match(code)
     if match is None:
         return None
@@ -98,7 +101,7 @@ def cell_magic(code: str) -> MagicLine | None:
 
 
 def magic_at(code: str, cursor: int) -> MagicLine | None:
-    """Return the magic at the beginning of the line with the cursor, or None."""
+    """Return the magic that begins the line with the cursor; None if no magic begins it."""
     match = _MAGIC_LINE.match(code, code.rfind("\n", 0, cursor) + 1)
     return MagicLine(match[1], match[2], match.start(2)) if match else None
 
@@ -323,8 +326,8 @@ def as_magic(shell: Any, cell: str, world: World | None) -> str:
     """Return a cell such as `cd /tmp` as `%cd /tmp` if IPython would do so for a plain cell.
 
     Any other cell is returned unchanged, and so is this cell if a rank has a variable `cd`.
-    IPython adds `%` only in cells of one line.  With the cell magic above it, the cell has two
-    lines, so nbdist must add `%`.
+    `world` is None if there are no workers.  IPython adds `%` only in cells of one line.  With the
+    cell magic above it, the cell has two lines, so nbdist must add `%`.
     """
     match = _WORD.fullmatch(cell)
     if match is None or (world and world.engine.names.ranks_with(match[1])):
@@ -340,8 +343,9 @@ def check_commands(
 ) -> None:
     """Raise UsageError if a command such as `!ls {x}` needs a variable that some of `ranks` lack.
 
-    No error is raised if no rank has the variable, if the notebook has it, or if the cell may bind
-    it.
+    `python` is the cell in which IPython has turned commands into calls, and `names` knows which
+    ranks have which variables.  No error is raised if no rank has the variable, if the notebook has
+    it (`user_ns`), or if the cell may bind it.
     """
     for name in names_in_commands(python):
         have = names.ranks_with(name)
@@ -449,7 +453,10 @@ def cell_file(shell: InteractiveShell) -> str:
 
 
 def page_of(request: dict[str, Any]) -> str:
-    """Return the id of the page that sent a request, or "".  A reloaded page has a new id."""
+    """Return the id of the page that sent a request; "" if the request has none, as in a terminal.
+
+    A reloaded page has a new id.
+    """
     return str(request.get("header", {}).get("session", ""))
 
 

@@ -71,7 +71,8 @@ def source_steps(
     """Run a cell on workers and show its output; if there are no workers, start them first.
 
     `first_line` is the line of the cell's magic, "" in auto mode.  `options` are the magic's
-    options.
+    options.  The generator yields and is sent the same as `follow_steps`; at its end it returns the
+    cell's result or error.
     """
     cell = as_magic(pool.shell, cell, pool.world if pool.has_workers else None)
     python = check_source(pool.shell, first_line, cell)
@@ -151,8 +152,10 @@ def attempt_steps(
 ) -> CellSteps:
     """Run a cell and show its output; return its result, or the error of the last attempt.
 
-    The error is returned, since a generator could not raise it if it is the StopIteration of a
-    rank.  `setup` identifies a cell that new workers will run too; "" for other cells.
+    The generator yields and is sent the same as `follow_steps`.  It returns the error, since a
+    generator cannot raise StopIteration, which a rank may have raised.  `pack` makes the plan of
+    what is sent with the cell.  `setup` identifies a cell that new workers will run too; "" for
+    other cells.
 
     With `--max-restarts`, each attempt gets the notebook's variables as the first attempt did, even
     if a failed attempt has bound their names on the ranks.  Restarted ranks are sent the variables
@@ -199,8 +202,9 @@ def outcome_of(
 def make_shipment(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shipment:
     """Return the variables and changes to send with a cell, as a shipment.
 
-    If the plan has a question, first ask ranks which of the question's objects they have changed.
-    Ranks that run a job are not asked: they could answer only after the job.
+    `pack` makes the plan of what to send, by `names`, which knows what each rank has.  If the plan
+    has a question, ranks are first asked which of the question's objects they have changed.  Ranks
+    that run a job are not asked: they could answer only after the job.
     """
     send_plan = pack(names)
     if (question := send_plan.question) is not None:
@@ -260,9 +264,13 @@ def follow_steps(
 ) -> Generator[TaskRun, float | None, None]:
     """Follow a task step by step, until all its ranks have finished or Stop has ended the waiting.
 
-    Stop ends the waiting if ranks have not reacted to it in time.  If there is a display, it shows
-    the task's output.  If a rank reads input, an input box opens below the output, but only while a
-    cell waits for the task.
+    Yields `running` after each step.  Callers send the longest time in seconds that the next step
+    may wait for output, or None for the usual time.  If the task is a job, a cell waits for it only
+    in the steps for which this time is above 0.
+
+    Stop ends the waiting if it is pressed again, or if ranks have not reacted to it in time.  The
+    task's output is shown in `display`, unless it is None.  If a rank reads input, an input box
+    opens below the output, but only while a cell waits for the task.
     """
     is_here = True  # whether the notebook cell that runs now has sent the task
     with redirect_stops(partial(world.engine.count_stop, running.task)):

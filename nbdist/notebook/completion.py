@@ -58,7 +58,10 @@ class Completion:
     # --- wrappers of the kernel's methods -----------------------------------------------------
 
     def complete(self, original: Callable[..., Any], code: str, cursor_pos: int | None) -> Any:
-        """Wrap a kernel's `do_complete`; the kernel answers if `_answer` returns None."""
+        """Answer in place of a kernel's `do_complete`, which is `original`.
+
+        Calls `original` for code that nbdist does not complete, as in plain cells (`_answer`).
+        """
         cursor = len(code) if cursor_pos is None else cursor_pos
         answer = self._answer(Complete(code, cursor))
         if answer is None:
@@ -68,7 +71,10 @@ class Completion:
     def completions(
         self, original: Callable[..., Iterator[Any]], text: str, offset: int
     ) -> Iterator[Any]:
-        """Wrap `completions` of a terminal's completer, as `complete` wraps the kernel's method."""
+        """Answer in place of the method `completions` of a terminal's completer, the `original`.
+
+        Yields the completions at `offset` in `text`.  Calls `original` if `complete` would.
+        """
         answer = self._answer(Complete(text, offset))
         if not isinstance(answer, Completions):
             yield from original(self._plain_text(text, offset), offset)
@@ -86,7 +92,10 @@ class Completion:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Wrap a kernel's `do_inspect`; the kernel answers if `_answer` returns None."""
+        """Answer in place of a kernel's `do_inspect`, which is `original`.
+
+        Calls `original` for names that nbdist does not describe, as in plain cells (`_answer`).
+        """
         answer = self._answer(Inspect(code, cursor_pos, detail_level))
         if answer is not None:
             return answer.reply()
@@ -96,10 +105,10 @@ class Completion:
     # --- answers ------------------------------------------------------------------------------
 
     def _answer(self, question: TypingQuestion) -> Completions | Description | None:
-        """Return the completions or the description that a front end asks for, or None.
+        """Return the completions or the description that a front end asks for.
 
         A question about a line of a magic is answered here, and a question about a cell of the
-        workers by a rank.  None means that IPython must answer: in plain cells, without workers,
+        workers by a rank.  Returns None if IPython must answer: in plain cells, without workers,
         and for descriptions and attributes of the notebook's own variables.
         """
         cursor, line = question.cursor, None
@@ -188,9 +197,10 @@ class Completion:
         return as_comment(code) if workers_cell(code, cursor) else code
 
     def _workers_cell(self, question: TypingQuestion) -> MagicLine | None:
-        """Return the magic of a cell of the workers if the cursor is below the magic, or None.
+        """Return the magic of a cell of the workers if the cursor is below the magic.
 
-        A plain cell that auto mode runs on the workers counts as one with `%%distributed`.
+        A plain cell that auto mode runs on the workers counts as one with `%%distributed`.  Returns
+        None for all other cells, and if the cursor is in the magic's line.
         """
         magic, auto = workers_cell(question.code, question.cursor), self._pools.auto
         if magic is None and runs_on_ranks(self._pools, question.code):
@@ -223,7 +233,10 @@ def _ask(
 
 
 def workers_cell(code: str, cursor: int) -> MagicLine | None:
-    """Return the cell's `%%distributed` or `%%rank` if the cursor is below that line, or None."""
+    """Return the cell's `%%distributed` or `%%rank` if the cursor is below that line.
+
+    Returns None for other cells, and if the cursor is in that line or above it.
+    """
     magic = cell_magic(code)
     if magic is None or magic.name not in CELL_MAGICS:
         return None
@@ -243,8 +256,10 @@ Choices = tuple[Candidate, ...]
 def choices(pools: Pools, command: Command, text: str, pool: str | None) -> tuple[Choices, str]:
     """Return the candidates for the last word of a command's line, and that word as typed so far.
 
-    The candidates are options with their help, or names of variables if the command takes names and
-    the word does not begin with `-`.  Options and names that the line has already are left out.
+    `text` is the line from after the command's name to the cursor, and `pool` the pool that the
+    line names.  The candidates are options with their help, or names of variables if the command
+    takes names and the word does not begin with `-`.  Options and names that the line has already
+    are left out.
     """
     *words, begun = _WORD_SEPARATOR.split(text)
     arguments, shell, world = arguments_of(command.run), pools.shell, pools.world_of(pool)

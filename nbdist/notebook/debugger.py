@@ -258,7 +258,10 @@ class CellDebugger:
         await self._ranks.detach_all()
 
     def _with_stopped_thread(self, reply: Any) -> Any:
-        """Add the thread that is shown to the reply to `debugInfo`: the page may be a new one."""
+        """Add the thread that the page shows as stopped to the reply to `debugInfo`.
+
+        A page that was opened after the thread had stopped has not got the event `stopped`.
+        """
         if reply and (entry := self._ranks.shown.entry) is not None:
             thread = self._ranks.numbers.outer(entry[0], "threadId", entry[1])
             body = reply["body"]

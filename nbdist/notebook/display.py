@@ -228,9 +228,9 @@ class PanelDisplay:
     def close(self) -> None:
         """Show the last drawing as a new display too, for clients that cannot redraw a display.
 
-        Called when the magic has ended.  Does nothing if the last drawing was a new display
-        already, or if `_begin_last` returns False.  Later changes reach only clients that redraw
-        displays.
+        Called when the magic has ended.  No new display is made if the last drawing was a new
+        display already, or if the present one must be kept (`_begin_last`).  Later changes reach
+        only clients that redraw displays.
         """
         if self._is_redrawn and self._begin_last():
             self._draw(self._shown["text/html"], self._shown["text/plain"])
@@ -489,10 +489,11 @@ def make_display(
     *,
     is_quiet: bool = False,
 ) -> CellDisplay:
-    """Return a panel if `has_panels` returns True, and a display of plain lines otherwise.
+    """Return a panel if the shell's front end can show panels, else a display of plain lines.
 
     `cell` is the source of the cell that runs.  If the source is a single magic (`is_of_magic`),
-    the panel may replace all output of the cell at the end.
+    the panel may replace all output of the cell at the end.  `notes` are lines that the display
+    shows from its start.
     """
     if has_panels(shell, settings):
         tabs = f"nbdist-{shell.execution_count}" if settings.layout == "tabs" else ""
@@ -618,7 +619,10 @@ def progress(display: CellDisplay, what: str) -> Callable[[int, int], None]:
 
 
 def progress_text(what: str, done: int, total: int, seconds: float) -> str:
-    """Return a line such as `sending data: 1.2 GiB of 4 GiB · 1.1 GiB/s`."""
+    """Return a line such as `sending data: 1.2 GiB of 4 GiB · 1.1 GiB/s`.
+
+    `what` is the text before the colon.  `done` of `total` bytes were moved in `seconds`.
+    """
     return f"{what}: {size_text(done)} of {size_text(total)} · {size_text(done / seconds)}/s"
 
 

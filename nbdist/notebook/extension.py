@@ -277,7 +277,10 @@ class Border:
         self._names = [each.shown_name for each in commands]
 
     def show_traceback(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Wrap `InteractiveShell.showtraceback`, to add hints to errors and cut tracebacks."""
+        """Add a hint to an error, cut its traceback, then let `original` show it.
+
+        Called in place of `InteractiveShell.showtraceback`, which is `original`.
+        """
         given = args[0] if args else kwargs.get("exc_tuple")
         error = given[1] if given else sys.exc_info()[1]
         _cut_traceback(error)
@@ -296,7 +299,10 @@ class Border:
         return original(*args, **kwargs)
 
     def expand(self, original: Callable[..., str], cmd: str, depth: int = 0, **how: Any) -> str:
-        """Wrap the shell's `var_expand`, to raise UsageError for names that only ranks have."""
+        """Return `cmd` with values for its `{x}` and `$x`, as the shell's `var_expand` does.
+
+        `original` is that method.  Raises UsageError if a name has no value here but on ranks.
+        """
         # IPython reads names in the frame at `depth`; the wrapper adds two frames.
         expanded = original(cmd, depth + 2, **how)
         unfilled = names_filled_in(expanded)
@@ -307,7 +313,10 @@ class Border:
         return expanded
 
     def hint(self, name: str) -> str:
-        """Return a hint on a name that workers of a pool have and the notebook lacks, or ""."""
+        """Return a hint on a name that the notebook lacks and workers of a pool have.
+
+        Returns "" if the notebook has the name, or no worker does.
+        """
         hints = (hint_of(pool, name) for pool in self._pools if pool.has_workers)
         return next(filter(None, hints), "")
 
@@ -330,7 +339,10 @@ def _cut_traceback(error: BaseException | None) -> None:
 
 
 def hint_of(pool: Pool, name: str) -> str:
-    """Return which ranks of the pool have a name that the notebook lacks, with a remedy, or ""."""
+    """Return which ranks of the pool have a name that the notebook lacks, with a remedy.
+
+    Returns "" if the notebook has the name, or no rank does.
+    """
     world = pool.world
     if world is None or name in pool.shell.user_ns:
         return ""

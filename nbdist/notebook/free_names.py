@@ -405,7 +405,10 @@ def _is_python(text: str) -> bool:
 
 
 def _is_the_shells(name: str, text: str) -> bool:
-    """Return True if the command itself sets the variable: `for i in 1 2; do echo $i; done`."""
+    """Return True if a shell command sets the variable `name`: `for i in 1 2; do echo $i; done`.
+
+    `text` is the command.
+    """
     given = rf"(?:\bfor\s+{name}\s+in\b|\bread\s+(?:\w+\s+)*{name}\b|(?:^|[\s;]){name}=)"
     return re.search(given, text) is not None
 

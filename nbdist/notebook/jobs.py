@@ -75,7 +75,8 @@ class Job:
     def __init__(self, steps: CellSteps, running: TaskRun, name: str, place: CellPlace) -> None:
         """Take over the cell `running`, which the first of its `steps` has sent to the workers.
 
-        `name` is the user's variable for the job, "" for none.
+        `name` is the user's variable for the job, "" for none.  `place` is the notebook cell below
+        which the job's output is shown.
         """
         self._steps = steps
         self.task_run = running  # the task, or its last attempt
@@ -169,7 +170,10 @@ class Job:
             raise error
 
     def _wait(self, timeout: float | None) -> BaseException | None:
-        """Wait as `wait` does, and return the job's error; raise only for a timeout or a Stop."""
+        """Wait as `wait` does, and return the job's error, None if it has none.
+
+        Raises JobTimeout after `timeout` seconds, and Interrupted if Stop has ended the waiting.
+        """
         stops = self._run_until(float("inf") if timeout is None else timeout)
         self._was_waited_for |= self.has_ended
         if not self.has_ended:

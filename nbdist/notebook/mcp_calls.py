@@ -29,12 +29,19 @@ TOO_LATE = "the notebook was busy for too long: nothing was run"
 
 
 def look(until: float, pool: str, magic: str, line: str = "") -> None:
-    """Run a magic that changes nothing; its output goes to `nbdist mcp` and not to the page."""
+    """Run a magic that changes nothing; its output goes to `nbdist mcp` and not to the page.
+
+    `until` is the time (`time.time()`) after which nothing is run, since `nbdist mcp` no longer
+    waits.
+    """
     _call(until, pool, lambda shell, _: shell.run_line_magic(magic, line))
 
 
 def output(until: float, pool: str, number: int, ranks: str) -> None:
-    """Print the output of `ranks` in the cell `number`; -1 is the last cell, -2 the one before."""
+    """Print the output of `ranks` in the cell `number`; -1 is the last cell, -2 the one before.
+
+    For `until` see `look`.
+    """
 
     def show(_: Any, target: Pool) -> None:
         past = target.past_cells.past(target.last.transcript) if target.last else []
@@ -48,7 +55,11 @@ def output(until: float, pool: str, number: int, ranks: str) -> None:
 
 
 def run(until: float, pool: str, who: str, magic: str, line: str, cell: str = "") -> None:
-    """Run a magic, and show the magic and its output in the notebook."""
+    """Run a magic, and show the magic and its output in the notebook.
+
+    `who` is the name of the assistant, which is shown too.  `cell` is the text below a cell magic,
+    "" for a line magic.  For `until` see `look`.
+    """
     command = f"{'%%' if cell else '%'}{magic} {line}".rstrip()
     head = f"{who} ran this by `nbdist mcp` at {time.strftime('%H:%M:%S')}:"
 
@@ -65,7 +76,7 @@ def run(until: float, pool: str, who: str, magic: str, line: str, cell: str = ""
 
 
 def note(until: float, pool: str, text: str) -> None:
-    """Show a line under the user's last distributed cell."""
+    """Show a line under the user's last distributed cell; for `until` see `look`."""
     _call(until, pool, lambda _, target: block(text).show_on(target.display()), is_seen=True)
 
 
@@ -74,9 +85,9 @@ def _call(
 ) -> None:
     """Call `action` with the shell and the pool; show its error as IPython shows that of a cell.
 
-    If `is_seen`, the output is shown under the user's last distributed cell.  Output that comes
-    after this call is shown under that cell too, if there is one, since the caller no longer
-    receives output.
+    Calls nothing after the time `until`, and shows an error instead.  If `is_seen`, the output is
+    shown under the user's last distributed cell.  Output that comes after this call is shown under
+    that cell too, if there is one, since the caller no longer receives output.
     """
     shell: Any = get_ipython()
     request: dict[str, Any] = {}

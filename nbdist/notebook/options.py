@@ -191,7 +191,11 @@ def torchrun_options(magic: Magic) -> Magic:
 
 
 def _read_ignored(flag: str, only: Collection[str], value: str) -> str:
-    """Return the typed option, or raise UsageError for a value that cannot be ignored."""
+    """Return an option of torchrun that nbdist ignores, as `flag=value`.
+
+    `only` has the values that can be ignored; if it is empty, all can.  Raises UsageError for any
+    other value.
+    """
     if only and value not in only:
         raise UsageError(f"`{flag}={value}`: {TORCHRUN[flag]}.")
     return f"{flag}={value}"
@@ -206,7 +210,10 @@ ARGPARSE = (
 
 
 def parse(magic: Magic, name: str, line: str) -> argparse.Namespace:
-    """Return the options in a magic's line; a UsageError also says how to see all options."""
+    """Return the options in a magic's line; `name` is the magic's name in messages.
+
+    Raises UsageError, which also says how to see all options, if the line is wrong.
+    """
     try:
         return magic.parser.parse_args([word for word, *_ in words_of(magic, line)])  # type: ignore[attr-defined, no-any-return]
     except (IPythonUsageError, ValueError) as error:
@@ -440,9 +447,9 @@ def hint_on_argument(message: str, flags: Collection[str]) -> str:
 
 
 def hint_on_magic(message: str, shown_names: Iterable[str]) -> str:
-    """Return a hint on a magic that IPython has not found, or "".
+    """Return a hint on a magic that IPython has not found; "" if there is nothing to add.
 
-    `message` is IPython's error.
+    `message` is IPython's error, and `shown_names` has the names of all magics.
     """
     match = _NOT_FOUND.match(message)
     if match is None or " exists, " in message:  # IPython's message has a hint already

@@ -182,7 +182,7 @@ class Why:
 def failure_of(running: TaskRun, error: NbdistError, logs: Mapping[int, str]) -> Why | None:
     """Return why a cell failed, if ranks failed or the agent was lost; None for other errors.
 
-    If the agent was lost, the failure has only a title.
+    `logs` has the paths of log files by rank.  If the agent was lost, the failure has only a title.
     """
     if isinstance(error, AgentLost):
         return Why(f"{_clock(time.time())} · {error}")
@@ -208,7 +208,10 @@ def failure_of_start(error: StartError) -> Why:
 
 
 def death_of(rank: int, host: str, died: Died, log: str) -> Why:
-    """Return the failure of a rank that died while it ran no cell, for `%dist_why`."""
+    """Return the failure of a rank that died while it ran no cell, for `%dist_why`.
+
+    `log` is the path of the rank's log file, "" if it has none.
+    """
     who = f"rank {rank} on {host}" + (f" (pid {died.pid})" if died.pid else "")
     end = f"the process {idle_end(died)}"
     return Why(f"{_clock(died.time_ns / 1e9)} · {who} · {end}", body_text(died), (), log)

@@ -456,7 +456,10 @@ class Pool:
 
     @property
     def _stopped(self) -> TaskRun | None:
-        """The cell that Stop has ended in the notebook although ranks still ran it, or None."""
+        """The cell that Stop has ended in the notebook although ranks still ran it.
+
+        None if there is no such cell.
+        """
         return dispatch.stopped_run(self.world.engine) if self.world else None
 
     def end_cell(self, running: TaskRun, display: CellDisplay) -> None:
@@ -525,9 +528,11 @@ class Pool:
                 display.add_note(self.routine.hint)
 
     def note_ends(self, dead: Mapping[int, Died], machines: Machines, display: CellDisplay) -> None:
-        """Note how ranks died outside of a cell, and keep the last of the deaths for `%dist_why`.
+        """Show how ranks died outside of a cell, and keep the last of the deaths for `%dist_why`.
 
-        Leaves out ranks that a requested restart has killed, and deaths that a cell has reported.
+        `dead` has the deaths by rank, and `machines` the name of the machine of each rank.  A line
+        is shown for each death in `display`, but not for deaths by a requested restart, or for
+        deaths that a cell has reported.
         """
         told = self.world.engine.rank_table.told_deaths if self.world is not None else set()
         for rank, died in dead.items():
@@ -563,9 +568,10 @@ class Pool:
             job.wait_with_status(display, f"{GROUP_IS_BROKEN} " if is_apart else "")
 
     def _job_before(self, ranks: Collection[int] | None) -> Job | None:
-        """Return a job that must end before a task on `ranks` can be sent, or None.
+        """Return a job that must end before a task on `ranks` can be sent; None if there is none.
 
-        If the process group is broken, that is any job: only idle ranks can form the group again.
+        `ranks` is None for all ranks.  If the process group is broken, each job must end first:
+        only idle ranks can form the group again.
         """
         if self.world is not None:
             inbox.receive_waiting(self.world.engine)
@@ -685,11 +691,17 @@ class Pools:
             raise ForkedProcess(call)
 
     def find(self, name: str | None) -> Pool | None:
-        """Return the pool of this name or None; any thread may call this and read from the pool."""
+        """Return the pool of this name, None if there is none; any thread may call this.
+
+        Without a `name` the pool is the default pool.  Any thread may read from the pool.
+        """
         return self._pools.get(name or DEFAULT_POOL)
 
     def world_of(self, name: str | None) -> World | None:
-        """Return the world of a pool that has workers, or None; any thread may read from it."""
+        """Return the world of a pool, None if the pool has no workers; any thread may read from it.
+
+        `name` is the name of the pool, None for the default pool.
+        """
         pool = self.find(name)
         return pool.world if pool and pool.has_workers else None
 

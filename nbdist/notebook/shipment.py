@@ -84,7 +84,10 @@ class Shipment:
 
 @dataclass(slots=True)
 class PackedByRank:
-    """Payloads by rank, and the shared memory that holds large parts of the payloads."""
+    """Payloads by rank, and the shared memory that holds large parts of the payloads.
+
+    `setup` has the payload for new workers, and its shared memory; each may be None.
+    """
 
     payloads: dict[int, Payload] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
@@ -97,7 +100,10 @@ class PackedByRank:
         self.close()
 
     def pop_setup(self) -> tuple[Payload | None, Segment | None]:
-        """Return the payload for new workers, and its shared memory for the caller to close."""
+        """Return the payload for new workers, and its shared memory, which the caller must close.
+
+        Each is None if there is none.  A second call returns no payload.
+        """
         setup, self.setup = self.setup, (None, None)
         return setup
 

@@ -550,8 +550,8 @@ class Plan:
     def _ranks_without(self, name: str) -> frozenset[int]:
         """Return the ranks to which the variable is sent.
 
-        These are the ranks that lack its object and that `_hold_back` has not excluded, or all
-        ranks if the variable is forced.
+        If the variable is forced, all ranks get it.  Otherwise the ranks that lack its object get
+        it, except restarted ranks if other ranks have changed their copies (`_hold_back`).
         """
         if name in self._forced:
             return self._ranks
@@ -705,9 +705,9 @@ class Plan:
                 )
 
     def _name_of(self, key: int) -> str | None:
-        """Return the name of a variable that leads to the object with this key, or None.
+        """Return the name of a variable that leads to the object with this key.
 
-        Variables of this plan are preferred.
+        Variables of this plan are preferred.  Returns None if no variable leads to the object.
         """
         for name in self._examined:
             if key in self._reached_keys(name):
@@ -745,7 +745,11 @@ class Plan:
             self._notices.append(replaced_text(name, self._names[name], replaced, self._verb(name)))
 
     def _big_text(self, size: int, names: Collection[str]) -> str:
-        """Return `corpus (191 MiB) to 4 ranks`, without small variables if there are large ones."""
+        """Return what is sent as a text such as `corpus (191 MiB) to 4 ranks`.
+
+        `names` are the variables that are sent; small ones are named only if none is large.  `size`
+        is the number of bytes.
+        """
         names = [*dict.fromkeys(names)]
         heavy = [name for name in names if self._examined[name].record.size >= BIG // 2] or names
         listed = heavy or ["changes"]

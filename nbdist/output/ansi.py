@@ -28,7 +28,11 @@ _OFF_CODES = {
 
 
 class Style(NamedTuple):
-    """A character's style; `foreground` and `background` are SGR parameters ("38;5;28"), or ""."""
+    """A character's style.
+
+    `foreground` and `background` are SGR parameters such as "38;5;28", or "" for the default
+    colours.
+    """
 
     foreground: str = ""
     background: str = ""

@@ -59,11 +59,12 @@ class BarRows:
         return kept[::-1]
 
     def _is_over(self, row: int, bar: Bar, later: int, is_ended: Callable[[int], bool]) -> bool:
-        """Return True if `bar` is over, because the bar of the same name in row `later` is new.
+        """Return True if `bar` of row `row` is over, because row `later` has a new bar of its name.
 
-        The later bar is new if it began with less progress than `bar` has, unless it is `bar`
-        itself, which a line of text has moved down.  Returns False if `bar` is still in its row and
-        no newline has ended the row, since the program may go on with it.
+        The bar in row `later` is new if it began with less progress than `bar` has.  It is not new
+        if it is `bar` itself, which a line of text has moved down.  Returns False if `bar` is still
+        in its row and no newline has ended the row (`is_ended`), since the program may go on with
+        the bar.
         """
         if self.by_row.get(row) == bar and not is_ended(row):
             return False
@@ -90,7 +91,7 @@ class BarRows:
         return self.cut_widths.pop(row, 0)
 
     def set_removed(self, bars: Iterable[Bar], row: int) -> None:
-        """Keep bars of other screens, each as a bar that text has replaced in row `row`."""
+        """Record bars of other screens as if text had replaced each of them in row `row`."""
         self._removed = {number: (row, bar, 0) for number, bar in enumerate(bars)}
         self.has_been_drawn = bool(self._removed)
 
@@ -163,8 +164,9 @@ class BarRows:
     def _record_first_drawn(self, row: int, key: tuple[str, str], position: float) -> None:
         """Record with which progress the first bar in this row began.
 
-        If a line of text has moved the bar from another row to this row, record the progress with
-        which the bar began in the other row.
+        `key` identifies the bar, and `position` is its progress now.  If a line of text has moved
+        the bar from another row to this row, record the progress with which the bar began in the
+        other row.
         """
         self.has_been_drawn = True
         moved_from = -1

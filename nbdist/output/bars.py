@@ -75,8 +75,7 @@ class RankBars(NamedTuple):
 
 
 class LeftBar(NamedTuple):
-    """A bar that ranks have left at the same position: they draw another bar now, or none.
-
+    """An earlier bar of some ranks, which stood at the same position when each last drew it.
     `rate` and `other_text` are merged from the bars of all these ranks.
     """
 
@@ -87,12 +86,12 @@ class LeftBar(NamedTuple):
 
 
 class BarTable(NamedTuple):
-    """The bars of some ranks: `rows` have their current bars, `left_bars` the bars they have left.
+    """The bars of some ranks: `rows` has the current bars, and `left_bars` the newest earlier bars.
 
     If there are many ranks, only the slowest have rows, and `summary` says how far all ranks are.
     `slowest` is a rank that is clearly behind, and `behind` a text such as `rank 2 is 20 % behind`.
-    If no rank is clearly behind, they are None and "".  `more` is the number of bars that were left
-    earlier, and that are not in `left_bars`.
+    If no rank is clearly behind, they are None and "".  `more` is the number of still earlier bars,
+    which the table does not show.
     """
 
     ranks: tuple[int, ...]
@@ -162,9 +161,9 @@ def _recent_bars(screen: Screen, first: int) -> list[tuple[int, Bar]]:
 
 
 def _edited_bar(screen: Screen) -> Bar | None:
-    """Return the bar in the row of the cursor, if that row is the last row and was overwritten.
+    """Return the bar in the row of the cursor, where even a text such as `63 %` counts as a bar.
 
-    In such a row, even a text such as `63 %` counts as a bar.
+    Returns None if the row has no bar, is not the last row, or was not overwritten.
     """
     if not screen.is_edited or screen.cursor != screen.end - 1:
         return None
@@ -215,7 +214,7 @@ def _merge_left_bars(bars: Mapping[int, Bar]) -> LeftBar:
 def _rates(rates: Sequence[str]) -> str:
     """Return rates as a text such as `5.6 to 5.9it/s`.
 
-    Return "" if rates differ in their units, or if some rates are unknown.
+    Return "" if rates have different units, or if only some of them are known.
     """
     parts = [_RATE_PARTS.fullmatch(rate) for rate in rates]
     pairs = [(float(match[1]), match[2]) for match in parts if match]

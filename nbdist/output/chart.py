@@ -119,7 +119,12 @@ def bands_of(run: RunSeries) -> Bands:
 
 
 def _columns(series: Series, begin: float, width: float, columns: int) -> list[CurvePoint | None]:
-    """Return a rank's points by column; empty columns between finite points are interpolated."""
+    """Return a rank's points by column, each merged from the points in the column.
+
+    A column covers `width` steps; the first column is around step `begin`.  Empty columns between
+    finite points are interpolated.  Other empty columns, and columns with only NaN or infinity,
+    are None.
+    """
     by_column: list[CurvePoint | None] = [None] * columns
     point: CurvePoint | None
     for point in series:
@@ -176,9 +181,11 @@ def _find_far_ranks(
 def _find_stretches(
     means: Mapping[int, Sequence[float | None]], medians: Sequence[float | None]
 ) -> Iterator[tuple[int, tuple[list[int], bool]]]:
-    """Yield each far rank, with the last run of columns in which it was far from the others.
+    """Yield (rank, (columns, is_back)) for each rank that was far from the others.
 
-    Also yield True if the rank has come back after these columns, and False otherwise.
+    `means` has by rank the rank's number in each column, and `medians` the median in each column.
+    `columns` are the last consecutive columns in which the rank was far.  `is_back` is True if the
+    rank has numbers in later columns, so that it has come back.
     """
     middle = [each for each in medians if each is not None]
     least = FAR_SHARE * (max(middle) - min(middle)) if middle else 0.0
@@ -198,8 +205,8 @@ def _find_stretches(
 def _bound(at: Sequence[float | None], least: float) -> float | None:
     """Return the distance from the median above which a rank is far in a column.
 
-    `at` has the median of the column, then the numbers of the ranks.  Return None if fewer than
-    `MIN_RANKS` ranks have a number.
+    `at` has the median of the column, then the numbers of the ranks.  The result is at least
+    `least`.  Return None if fewer than `MIN_RANKS` ranks have a number.
     """
     middle, *means = at
     distances = [abs(mean - middle) for mean in means if mean is not None and middle is not None]
@@ -236,10 +243,10 @@ def is_same(low: float | None, high: float | None) -> bool:
 def headline(name: str, curve: Curve, bands: Bands) -> str:
     """Return a curve's newest numbers: `loss median 0.12 · step 99 · 0.11 to 0.13 on 4 ranks`.
 
-    The numbers are of the last step that all ranks have.  If that step is much older than the last
-    step of any rank, or if a rank has NaN, they are of the last step of any rank.  If several steps
-    were merged to a point, the line says that the number is a mean.  `bands` compare the newest
-    run; the line only counts earlier runs.
+    The numbers are of the last step for which all ranks have numbers.  If some rank is much further
+    than this step, or if a rank has NaN, they are of the last step of any rank.  If several steps
+    were merged to a point, the line says that the number is a mean.  The numbers are of the newest
+    run, whose ranks `bands` compares; of earlier runs the line has only the count.
     """
     run, earlier = curve.last, len(curve.runs) - 1
     end_of_line = f" · {count(earlier, 'earlier run')}" if earlier else ""
@@ -487,17 +494,17 @@ class ChartRange(NamedTuple):
             yield points
 
     def curve(self, steps: Sequence[float], values: Values, colour: str, width: int) -> str:
-        """Draw a curve as a line that is interrupted where a number is None."""
+        """Return SVG that draws a curve as a line, interrupted at each step whose value is None."""
         return _stroke("".join(map(_path, self.parts(steps, values))), colour, width)
 
     def band(self, steps: Sequence[float], low: Values, high: Values, colour: str) -> str:
-        """Fill the area between two curves."""
+        """Return SVG that fills the area between two curves, `low` and `high`."""
         edges = zip(self.parts(steps, low), self.parts(steps, high), strict=True)
         areas = (_path(bottom + top[::-1]) for bottom, top in edges)
         return f'<path d="{"".join(areas)}" fill="{colour}"/>'
 
     def marks(self, steps: Iterable[float], colour: str) -> str:
-        """Draw a short vertical mark at the lower edge for each of these steps."""
+        """Return SVG that draws a short vertical mark at the lower edge for each of these steps."""
         path = (f"M{self.across(step)} {SCALE * CHART_HEIGHT}v{-8 * SCALE}" for step in steps)
         return _stroke("".join(path), colour, 4 * SCALE)
 

@@ -83,6 +83,7 @@ class Display(NamedTuple):
     """Rich output, such as a figure or a table, of `display(x)` or of a cell's last expression.
 
     `data` has the content by mime type.  `is_result` is True for the value of a last expression.
+    `display_id` is None for a display that cannot be updated later.
     """
 
     data: MimeBundle
@@ -242,7 +243,10 @@ _fields_of_done = attrgetter(*(each.name for each in fields(Done)))
 
 
 class Record(NamedTuple):
-    """A record of Python's `logging` in a worker; `created` is its time in seconds since 1970."""
+    """A record of Python's `logging` in a worker; `created` is its time in seconds since 1970.
+
+    `exception` and `stack` are texts, "" if the record has none.
+    """
 
     host: str
     local_rank: int
@@ -287,8 +291,9 @@ class ItemsWanted(NamedTuple):
 class ItemOutcome(NamedTuple):
     """The outcome of an item of `World.map`: its result, or the exception of the function.
 
-    `item` is the index of the item, from 0.  `values` is a `Payload` of the result, or of the
-    contents of the exception; None if the result could not be sent.
+    `item` is the index of the item, from 0.  `failure` is None if the function has returned.
+    `values` is a `Payload` of the result, or of the contents of the exception; None if the result
+    could not be sent.
     """
 
     item: int

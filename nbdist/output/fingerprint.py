@@ -259,7 +259,8 @@ class Bar(NamedTuple):
     """A progress bar as parsed from a line; times are in seconds.
 
     `done` and `total` are as they were written ("1.2G"), or "" if the line did not have them.
-    `fraction` is between 0 and 1, or None if neither a total nor a percentage is known.
+    `fraction` is between 0 and 1, or None if neither a total nor a percentage is known.  `elapsed`
+    and `remaining` are None, and `rate` and `name` are "", if the line did not have them.
     `other_text` is the text of the line that is none of these fields, such as tqdm's postfix.
     """
 
@@ -288,7 +289,10 @@ class Bar(NamedTuple):
 
     @property
     def time_left(self) -> float | None:
-        """The remaining seconds that the bar shows, or an estimate from its pace, or None."""
+        """The remaining seconds that the bar shows, else an estimate from its pace.
+
+        None if the bar shows too little for an estimate.
+        """
         if self.remaining is None and self.fraction and self.elapsed is not None:
             return self.elapsed * (1 - self.fraction) / self.fraction
         return self.remaining
@@ -391,7 +395,8 @@ def _from_tqdm(match: re.Match[str]) -> Bar | None:
 def _from_any(plain: str, drawn: re.Match[str] | None) -> Bar | None:
     """Parse a bar of any library, whose columns may be in any order.
 
-    `drawn` is the drawing in the bar, such as `[====>   ]`, if any.
+    `drawn` is the drawing in the text, such as `[====>   ]`, or None.  Returns None if the text has
+    neither counts such as `3/10` nor a percentage from 0 to 100.
     """
     left, right = (plain[: drawn.start()], plain[drawn.end() :]) if drawn else (plain, "")
     remainder = f"{left}\0{right}"
@@ -419,7 +424,8 @@ def _from_any(plain: str, drawn: re.Match[str] | None) -> Bar | None:
 def _without_times(text: str, *, is_finished: bool) -> tuple[str, float | None, float | None]:
     """Return a bar's text with null characters for times, and the elapsed and remaining seconds.
 
-    If there is only one time, it is the remaining time, or the elapsed time of a finished bar.
+    If there is only one time, it is the remaining time, or the elapsed time of a finished bar.  A
+    time that the bar lacks is None.
     """
     clocks = [*_CLOCK.finditer(text)][:2]
     if not clocks and "\0" in text:

@@ -76,12 +76,15 @@ def coloured(text: str, colour: str) -> str:
 
 
 def barred(body: str, colour: str, style: str = "") -> str:
-    """Draw a line of this colour along the left side of a block."""
+    """Return a block of HTML with a line of this colour along its left side."""
     return f'<div style="{_LEFT.format(colour)}{style}">{body}</div>'
 
 
 def details(title: str, body: str, colour: str, *, is_open: bool, style: str = "") -> str:
-    """Return a block with a line on its left, below a title; a click on the title opens it."""
+    """Return a block of HTML, with a line on its left, below a title that opens it by a click.
+
+    If `is_open`, the block is open from the start.
+    """
     start = f'<details{" open" * is_open} style="{_LEFT.format(colour)}{style}">'
     return f"{start}{opening(title)}{body}</details>"
 

@@ -145,9 +145,10 @@ def waits_for_input(group: AlikeRanks) -> bool:
 def _live_blocks(
     transcript: Transcript, groups: Sequence[AlikeRanks], *, is_many: bool
 ) -> tuple[PanelBlock, ...]:
-    """Return the blocks of a running cell.
+    """Return the blocks of a running cell, one for each group.
 
-    A block that the final layout will close has only one line, unless there are many groups.
+    If there are many groups (`is_many`), a block has the last lines of ranks that have failed.
+    Otherwise a block that the final layout will close has only one line.
     """
     blocks, room = [], _OPEN_LINES
     for group in groups:
@@ -232,9 +233,10 @@ def final_layout(
 def layout_without_output(
     transcript: Transcript, note: str = "", now: float | None = None, *, pool: str = ""
 ) -> Panel:
-    """Lay out a finished cell without its output: its head, the warnings and the note.
+    """Lay out a cell without its output: its head, the warnings and the note.
 
-    The panel also has the curves if a rank has tracked NaN or infinity.
+    The panel also has the curves if a rank has tracked NaN or infinity.  If the cell still runs,
+    `now` is the time until which its seconds are counted.
     """
     shown = _base_panel(transcript, now, pool)
     curves = shown.curves if transcript.curves.has_odd_numbers else None
@@ -266,8 +268,9 @@ def _value_rows(
 ) -> tuple[PanelRow, ...]:
     """Return a row for each group if every group shows only a short value, and () otherwise.
 
-    Also return () if there are too many groups, or if the cell `is_loop` (see `_is_loop`) and a
-    group has printed a line.
+    Also return () if there are too many groups.  In a cell with progress bars and few ranks
+    (`is_loop`), also return () as soon as a group has printed a line.  `is_live` says whether the
+    cell still runs.
     """
     if len(groups) > _MAX_VALUES or (is_loop and any(group.line_count for group in groups)):
         return ()
@@ -338,11 +341,11 @@ def _final_blocks(
 
 
 def _failed_first_text(group: AlikeRanks, transcript: Transcript) -> str:
-    """Return `failed first` for the group whose error was the first in the cell, or "".
+    """Return `failed first` for the group whose error was the first in the cell.
 
-    The text is "" if no other rank has failed, since it would say nothing.  It is also "" if the
-    error is no cause of other failures: if closed connections or the agent ended the rank's cell,
-    or if Stop came before the error.
+    Return "" for other groups, and if no other rank has failed, since the text would say nothing.
+    Also return "" if the error is no cause of other failures: if closed connections or the agent
+    ended the rank's cell, or if Stop came before the error.
     """
     others = [each for each in transcript if each.state in FAILED and each.rank not in group.ranks]
     error = group.shown.error
@@ -475,8 +478,8 @@ def _base_panel(transcript: Transcript, now: float | None, pool: str) -> Panel:
     """Return a panel with only the parts that are about all ranks, and no blocks.
 
     If there are more than `MANY_RANKS` ranks, each rank has a coloured square.  If there are more
-    than `_MAX_SQUARES`, consecutive ranks in the same state share a square.  `pool` is "" for the
-    default pool.
+    than `_MAX_SQUARES`, consecutive ranks in the same state share a square.  The seconds of a cell
+    that still runs are counted until `now`.  `pool` is "" for the default pool.
     """
     squares = [(str(each.rank), each.display_state) for each in transcript]
     if len(squares) <= MANY_RANKS:

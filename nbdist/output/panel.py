@@ -147,7 +147,7 @@ class Panel(NamedTuple):
     def more_text(self) -> str:
         """A text with the ranks of `more`: `and 72 more: ranks 127-198`; "" if there are none.
 
-        Unless the cell still runs, the text also names the command that shows their output.
+        Once the cell has ended, the text also names the command that shows these ranks' output.
         """
         if not self.more:
             return ""

@@ -379,7 +379,10 @@ class RankTranscript:
         return max(events.size_of(display), self._most_shown // MAX_DISPLAYS)
 
     def _leave_out(self, at: int, number: int) -> None:
-        """Count more dropped displays, and move the note that says how many to index `at`."""
+        """Count `number` further dropped displays, and update the note on how many were dropped.
+
+        The note moves to index `at` in the pieces.
+        """
         self._left_out += number
         note = events.Display({"text/plain": left_out_text(self._left_out)}, {})
         self.pieces.insert(at, shown := RichDisplay.of(note))

@@ -381,7 +381,7 @@ class Screen:
         return "\x1b" in text and not _CONTROL.search(SGR.sub("", text))
 
     def _append(self, text: str, flag: int) -> None:
-        """Append a text for which `_is_simple` returns True.
+        """Append a text without codes other than colours, while the cursor is at the screen's end.
 
         Whole lines are appended at once, which is much faster than `_write_tokens`.
         """

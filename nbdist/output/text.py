@@ -169,7 +169,10 @@ def _block_header(block: PanelBlock) -> str:
 
 
 def _header(ranks: Iterable[int], sameness: str = "", mark: str = "") -> str:
-    """Return a header, such as `── ranks 0-4,6-7 (same) ──` or `── rank 5 ✗ ──`."""
+    """Return a header, such as `── ranks 0-4,6-7 (same) ──` or `── rank 5 ✗ ──`.
+
+    `sameness` is the text in parentheses, and `mark` the `✗` of a failed rank.
+    """
     words = [name_ranks(ranks), f"({sameness})" if sameness else "", mark]
     return f"── {' '.join(filter(None, words))} ──"
 

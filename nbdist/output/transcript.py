@@ -337,10 +337,11 @@ def _group_of(
     *,
     is_exact: bool,
 ) -> AlikeRanks:
-    """Return a group of `members`; `first` is the rank of `Transcript.root_cause`, or None.
+    """Return a group of `members`; `first` is the rank of `Transcript.root_cause`.
 
-    `alike` are the ranks with an error like the error of `first`.  If the group `is_exact`, the
-    lines that all members have printed differ at most in times of day.
+    `first` is None if there is no such rank.  `alike` are the ranks with an error like the error of
+    `first`.  If the group `is_exact`, the lines that all members have printed differ at most in
+    times of day.
     """
     # The group is shown in the state of the member that failed first in the cell.  Without such a
     # member, the group is shown as running as long as any member runs.
@@ -392,7 +393,8 @@ def _merge_but_numbers(
 ) -> list[list[RankTranscript]]:
     """Merge groups whose lines differ only in numbers, unless too many differ (`_differs_much`).
 
-    A merged line shows a set such as `{0.68, 0.67}` instead of a number.
+    A merged line shows a set such as `{0.68, 0.67}` instead of a number.  Groups with more than
+    `max_lines` lines and displays are not merged.
     """
     if len(members) == 1:
         return [*members]
@@ -465,7 +467,9 @@ def _merge_those_ahead(
 ) -> list[list[RankTranscript]]:
     """Merge each group with a group that has the same output and a few more lines.
 
-    If there are many groups, merge none.
+    Groups with more than `max_lines` lines and displays are not merged.  If `is_exact`, lines count
+    as the same if they differ at most in times of day, and otherwise if they differ only in
+    numbers.  If there are many groups, merge none.
     """
     if not 1 < len(members) <= MAX_EXACT_ROWS:
         return [*members]
@@ -555,7 +559,10 @@ def fold(texts: Sequence[str]) -> str | None:
 
 
 def _split_places(text: str) -> tuple[list[str], list[str]]:
-    """Return the texts between the numbers, addresses and times of a text, and these parts."""
+    """Split a text at its numbers, addresses and times.
+
+    Return the pieces between them, and the numbers, addresses and times themselves.
+    """
     places = _places_of(text)
     return places.split(text), places.findall(text)
 
@@ -809,10 +816,10 @@ def _spreads(words: TextsByLine, numbers: dict[int, NumbersByLine]) -> Iterator[
 
 
 def _short(output: RankTranscript) -> tuple[TextsByLine, NumbersByLine] | None:
-    """Return the lines of a rank, split into words and numbers, or None.
+    """Return the lines of a rank, split into words and numbers.
 
-    None means that the cell did not succeed, that the rank has displays, no lines or more than
-    `SHORT_LINES` lines, or that a line is long.
+    Return None if the cell did not succeed on the rank, if the rank has displays, no lines or more
+    than `SHORT_LINES` lines, or if a line is long.
     """
     if output.state != "ok" or output.displays or not 0 < output.line_count <= SHORT_LINES:
         return None

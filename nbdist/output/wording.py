@@ -94,7 +94,10 @@ def body_text(error: RankError, shown: Iterable[str] = ()) -> str:
 
 
 def in_log_only(lines: int, path: str | None = None) -> str:
-    """Return a line such as `… 1,200 lines only in the log: logs/rank3.log`."""
+    """Return a line such as `… 1,200 lines only in the log: logs/rank3.log`.
+
+    Without a `path` the line does not name the log file.
+    """
     return f"… {lines_text(lines)} only in the log{f': {path}' if path else ''}"
 
 

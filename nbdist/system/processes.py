@@ -140,9 +140,9 @@ def is_of_this_machine(identity: str) -> bool:
 
 
 def may_run(identity: str) -> bool:
-    """Return True if a process, given by its text from `identify`, runs or may run.
+    """Return True if a process runs or may run; `identity` is its text from `identify`.
 
-    Nobody knows here whether a process on another machine runs, so the result is True for it.
+    A process on another machine may run, since this machine cannot tell.
     """
     match identity.split():
         case [host, pid, _] if pid.isdecimal():
@@ -449,10 +449,11 @@ def _watch(
     grace: float,
     after_kill: Callable[[bytes], None],
 ) -> NoReturn:
-    """Run the guard: wait for the agent's exit, then kill the processes that the agent has left.
+    """Run the guard: wait for the agent's exit, then kill the processes that outlive the agent.
 
-    Never returns.  The guard exits with the agent's exit code, or by the signal that has killed the
-    agent.
+    `pipe` is the guard's end of the pipe from the agent; `fork_below_guard` explains the other
+    parameters.  Never returns: the guard exits with the agent's exit code, or by the signal that
+    has killed the agent.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(agent, signal.SIGTERM))

@@ -124,7 +124,7 @@ def _examine(workers: str) -> FindingStream:
 
 
 def _packages() -> FindingStream:
-    """Check the packages that nbdist requires, without torch, which `_torch` checks."""
+    """Yield findings on the packages that nbdist requires, except torch, which `_torch` checks."""
     packages = {each for each in requirements() if each.name != "torch"}
     wrong = {each for each in packages if not each.installed}
     if "packaging" not in (each.name for each in wrong):

@@ -123,6 +123,7 @@ def _messages(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the type and content of each output that the kernel publishes during a request.
 
+    `number` is the id of the request.
     Outputs that the request shows under a user's cell are yielded, too. The status `idle`, by which
     the kernel ends the request, is yielded last. After `timeout` seconds stop without that status.
     """

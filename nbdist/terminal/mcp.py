@@ -76,7 +76,7 @@ FIND_TIMEOUT = 5.0
 """Seconds for worlds to describe themselves; a suspended world delays each answer by this time."""
 
 _question = threading.local()
-"""For each thread, `world` is the world that the thread's question is about, or None.
+"""For each thread, `world` is the world that the thread's question is about; None before that.
 
 `_mask` collects the secrets of this world's ranks before it shows an answer."""
 

@@ -50,15 +50,19 @@ def diff(context: Context, expression: str) -> Looked:
 
 
 def lend(context: Context, expression: str, paths: Sequence[str]) -> Brought:
-    """Return this rank's leaves at `paths`, packed for `compare` on other ranks."""
+    """Return the leaves of this rank's value at `paths`, packed for `compare` on other ranks.
+
+    `expression` gives the value.
+    """
     parts = leaves(eval(expression, context.names))
     return Brought(packed=context.lend({path: comparable(parts.get(path)) for path in paths}))
 
 
 def compare(context: Context, expression: str, packed: Payload) -> dict[str, Distance]:
-    """Return by path how far leaves of this rank are from the leaves that another rank has lent.
+    """Return by path how far leaves of this rank's value are from the leaves of another rank.
 
-    Leaves that this rank lacks, that are no numbers, or that have another shape, are left out.
+    `expression` gives the value on this rank, and `packed` has the other rank's leaves.  Leaves
+    that this rank lacks, that are no numbers, or that have another shape, are left out.
     """
     parts, other_parts = leaves(eval(expression, context.names)), context.namespace.open(packed)
     both = {path: (comparable(parts.get(path)), tensor) for path, tensor in other_parts.items()}
@@ -282,9 +286,9 @@ def _walk(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, 
 
 
 def _steps(value: Any) -> list[tuple[str, Any]] | None:
-    """Return the parts of a value, each after its step of the path, such as `.weight` or `[0]`.
+    """Return (step, part) for each part of a value; a step is a text such as `.weight` or `[0]`.
 
-    Return None for a value that is not divided.
+    The path of a part consists of such steps.  Return None for a value that has no parts.
     """
     match value:
         case torch.nn.Module():

@@ -335,9 +335,9 @@ class Exchange:
     def compare(self, when: str, digest: str) -> str:
         """Store this rank's digest, and compare if all ranks have stored theirs.
 
-        Return the name of the first comparison so far that has found a difference, or "".  If the
-        exchange `waits`, raise RanksDiffer on a difference.  Raise RuntimeError after too many
-        comparisons.
+        `when` is the name of the comparison.  Return the name of the first comparison that has
+        found a difference, "" if none has so far.  If the exchange `waits`, raise RanksDiffer on a
+        difference.  Raise RuntimeError after too many comparisons.
         """
         if len(self._ranks) < 2:
             return ""

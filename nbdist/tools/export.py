@@ -93,7 +93,7 @@ def dist_export(line: MagicCall) -> CommandOutput:
 
 
 def _free_paths(text: str | None, *, force: bool) -> tuple[Path, Path]:
-    """Return the paths of the script and of its file of values.
+    """Return the paths of the script and of its file of values; `text` is the script's typed path.
 
     Raises UsageError if the name is not that of a Python file, if the folder does not exist, or if
     one of the files exists and `force` is not given.
@@ -119,9 +119,10 @@ def _values_file(path: Path) -> Path:
 
 
 def _write(script: ExportedScript, path: Path, file: Path, names: Mapping[str, object]) -> int:
-    """Write the script, and its file of values if the script needs one.
+    """Write the script to `path`, and its file of values to `file` if the script needs one.
 
-    Return the size of the file of values, 0 if there is none.
+    `names` has the notebook's variables.  Returns the size in bytes of the file of values, 0 if
+    there is none.  Raises UsageError if that fails.
     """
     size = 0
     try:
@@ -434,9 +435,10 @@ class Composer:
     def _write_value(self, name: str, sent: Mapping[str, SentName], *, is_used: bool) -> None:
         """Write a value before a cell, unless the script has already bound it to the same version.
 
-        A small value is written as it was when a task sent it, any other value as it is now.  If no
-        such task is recorded, as for a variable that a set-up cell has brought to new workers, a
-        small value is written as it is now, too.
+        `sent` has the variables that tasks had sent before the cell, and `is_used` says whether the
+        cell itself uses the name.  A small value is written as it was when a task sent it, any
+        other value as it is now.  If no such task is recorded, as for a variable that a set-up cell
+        has brought to new workers, a small value is written as it is now, too.
         """
         origin, record = self._origins.get(name), sent.get(name)
         if origin is None or self._written.get(name, self) is record:

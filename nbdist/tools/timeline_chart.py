@@ -238,14 +238,21 @@ def _runs(slices: Iterable[TimeSlice | None]) -> Iterator[tuple[int, list[TimeSl
 
 
 def _area(start: int, shares: Iterable[float], colour: str) -> str:
-    """Fill the bar from its bottom up to a share of its height; each slice has its own share."""
+    """Return an SVG path that fills a rank's bar from its bottom, each slice up to its own share.
+
+    `shares` has for each slice from `start` on the share of the bar's height, from 0 to 1.
+    """
     heights = (round(BAR * share) for share in shares)
     steps = (f"V{BAR - height}h{len([*run])}" for height, run in groupby(heights))
     return f'<path d="M{start} {BAR}{"".join(steps)}V{BAR}z" fill="{colour}"/>'
 
 
 def _strip(caused: Sequence[float]) -> Iterator[str]:
-    """Mark slices in which other ranks waited for this rank: the longer they waited, the darker."""
+    """Yield SVG paths that mark the slices in which other ranks waited for this rank.
+
+    `caused` has for each slice how long they waited, as a number from 0 to about 1: the longer, the
+    darker is the mark.
+    """
     shades = [ceil(min(1.0, each) * CAUSED_SHADES) * (each >= LEAST_CAUSED) for each in caused]
     start = 0
     for shade, run in groupby(shades):

@@ -279,7 +279,11 @@ def _slices(row: TimelineRow, step: float, caused: Sequence[float]) -> list[Time
 def _by_slice(
     begin: float, end: float, step: float, slice_count: int
 ) -> Iterator[tuple[int, float]]:
-    """Yield the number of each slice that a time span overlaps, and the seconds of the overlap."""
+    """Yield the number of each slice that a time span overlaps, and the seconds of the overlap.
+
+    The span is from `begin` to `end`.  There are `slice_count` slices of `step` seconds each; the
+    first begins at 0.
+    """
     for number in range(max(0, int(begin / step)), min(slice_count, int(end / step) + 1)):
         seconds = min(end, (number + 1) * step) - max(begin, number * step)
         if seconds > 0:

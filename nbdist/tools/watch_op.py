@@ -299,9 +299,10 @@ class RankWatch:
 
 
 class Seen:
-    """Records the inputs of the forwards of watched modules, and which modules run.
+    """Records digests of the inputs of watched modules' forwards, and which modules run.
 
-    `step` is the number of steps that have ended.
+    Forwards count only in training, and only the newest inputs are kept.  `step` is the number of
+    steps that have ended; `RankWatch` sets it.
     """
 
     def __init__(self, every: int) -> None:

@@ -407,9 +407,10 @@ def dead_reference() -> weakref.ref[Any]:
 
 
 def make_class(maker: Callable[..., type], args: tuple[Any, ...], qualname: str) -> type:
-    """Return the class that has the id in `args` in this process; make the class if there is none.
+    """Return the class that a pickle describes, or make it if this process does not have it yet.
 
-    `maker` and `args` are from cloudpickle.  `fill_class` then sets the attributes of a new class.
+    cloudpickle makes a class by `maker(*args)`; `args` has the id by which the class is known.
+    `qualname` is the `__qualname__` of a new class; `fill_class` later sets its attributes.
     """
     # Look for a known class first: cloudpickle does so only after making the new class, and by then
     # the bases' `__init_subclass__` may have registered the new class, which is not used.

@@ -166,7 +166,8 @@ class Links:
     def add(self, value: Any, tool: str, key: int | None = None) -> LinkEntry:
         """Register an object under `key`, and return its entry.
 
-        Without `key`, an object that has a key keeps it, and another object gets a new key.
+        `tool` is as in `LinkEntry`.  Without `key`, an object that has a key keeps it, and another
+        object gets a new key.
         """
         number = id(value)
         existing = self.by_id.get(number)
@@ -342,7 +343,10 @@ class Blocks:
     def add_copied(
         self, what: tuple[Any, ...], make_ref: Callable[[], Any], device: str
     ) -> MemoryBlock:
-        """Return the block of a scattered view, as `get_copied` does; make it if there is none."""
+        """Return the block of a scattered view, as `get_copied` does; make it if there is none.
+
+        `make_ref` makes a weak reference that keeps the block as long as the view's memory lives.
+        """
         block = self._copied.get(what)
         if block is None or block.owner() is None:
             block = MemoryBlock(self._links.new_key(), 0, 0, make_ref(), device, what)
@@ -375,7 +379,10 @@ class Blocks:
                 self._remove(block)
 
     def _around(self, start: int, root: int, device: str) -> list[MemoryBlock]:
-        """Return a device's blocks that begin between `root` and `start`, the last block first."""
+        """Return a device's blocks that begin from address `root` to `start`, the last block first.
+
+        `root` is the beginning of the memory in which `start` is.
+        """
         at = bisect_right(self._sorted, start, key=attrgetter("start"))
         blocks = []
         while at > 0 and self._sorted[at - 1].start >= root:

@@ -715,10 +715,11 @@ class Scan:
 
 
 def memory_key(value: Any, links: Links) -> int | None:
-    """Return the key of the memory block of which a tensor or array is a view, or None.
+    """Return the key of the memory block of which a tensor or array is a view.
 
-    None if the memory has no key, if `value` is another value, or if it has no elements.  None also
-    for a tensor with an autograd graph, because the graph would be lost.
+    Return None if the memory has no key, if `value` is no tensor or array, or if it has no
+    elements.  Also return None for a tensor with an autograd graph, because the graph would be
+    lost.
     """
     try:
         return _memory_key(value, links)

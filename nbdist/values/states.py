@@ -207,7 +207,10 @@ def optimizer_hooks(value: Any) -> dict[str, Any]:
 
 
 def own_attributes(value: Any) -> list[tuple[str, Any]]:
-    """Return (name, value) for the class of a dict, list or other container, and its attributes."""
+    """Return (name, value) for each attribute of a dict, list or other container.
+
+    The first pair is `CLASS` and the container's class.
+    """
     return [(CLASS, type(value)), *getattr(value, "__dict__", {}).items()]
 
 

@@ -159,7 +159,11 @@ def _kind_of(value: Any) -> tuple[str, str, str] | None:
 
 
 def _find_culprit(name: str, value: Any, fails: Callable[[Any], bool]) -> tuple[str, Any]:
-    """Return the innermost part of a value that cannot be pickled: its path, and the part."""
+    """Return the path and the innermost part of a value that cannot be pickled.
+
+    `name` is the value's own path.  `fails` returns True for a part that cannot be pickled.  After
+    `SEARCH_TIMEOUT`, the innermost part that was found so far is returned.
+    """
     path, deadline, seen_ids = name, time.monotonic() + SEARCH_TIMEOUT, {id(value)}
     for _ in range(MAX_SEARCH_DEPTH):
         if _kind_of(value):

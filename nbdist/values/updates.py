@@ -1,5 +1,4 @@
-"""Writes changes of the notebook's objects, and applies them to a rank's counterparts in place.
-
+"""Describes changes of the notebook's objects, and applies them to a rank's counterparts in place.
 The notebook calls `update_of`, a rank calls `apply`.  A counterpart stays the same object, so that
 aliases, wrappers and optimizers on the rank still refer to it.
 """
@@ -264,7 +263,7 @@ def _apply_dict(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
 
 
 def _set_own(value: Any, sets: Iterable[tuple[str, Any]] | None, drops: Iterable[Any] = ()) -> None:
-    """Set and remove attributes of a container of a user's class."""
+    """Set the attributes `sets` of a container of a user's class, and remove those in `drops`."""
     for name, part in sets or ():
         if name != CLASS:
             value.__dict__[name] = part

@@ -43,10 +43,11 @@ class GetLogs(NamedTuple):
 class LogTail(NamedTuple):
     """Lines of a rank's log; `file` is "" if the rank has no log files.
 
-    `start` is the place of the first line, in bytes from the beginning of the earlier file
-    (`earlier_file`), or of `file` if there is no earlier file.  `attempts` has the numbers of the
-    starts of the workers that have log folders.  `is_cut` is True if output is missing, because a
-    log file could not be opened or written.
+    `start` is the place of the first line, in bytes from the beginning of the log.  A log begins in
+    the file to which earlier lines were moved (`earlier_file`), if there is such a file.  Each
+    start of the workers has a number and makes a folder for its logs; `attempts` has the numbers
+    whose folders exist.  `is_cut` is True if output is missing, because a log file could not be
+    opened or written.
     """
 
     rank: int

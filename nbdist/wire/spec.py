@@ -143,7 +143,7 @@ class WorldSpec:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The command line of a worker that is not forked."""
+        """The command line that starts a worker, if the fork server does not fork it."""
         return (*self.wrap, self.python, *MODULE_OPTIONS, "nbdist.worker")
 
     @property

@@ -201,8 +201,10 @@ class Receiving:
         return f"<Receiving {len(self._coming)} segments, {pieces}, has {len(self._segments)}>"
 
     async def copy_segments(self, refs: Iterable[SegmentRef]) -> str:
-        """Copy segments to this process; at the end return "", or why memory does not suffice.
+        """Copy segments to this process, and wait for the copies.
 
+        Return "" if memory suffices for all copies, and otherwise a message that says why it does
+        not.
         A segment that is gone, or that was dropped meanwhile, is no error: `places` then lacks it.
         """
         futures = []

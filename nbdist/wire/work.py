@@ -143,7 +143,7 @@ class Task:
 
     @property
     def script(self) -> Script | None:
-        """The script that the task runs, or None."""
+        """The script that the task runs; None if the task runs a cell or an op."""
         return self.work if isinstance(self.work, Script) else None
 
     @property

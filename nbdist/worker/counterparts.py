@@ -53,12 +53,13 @@ Comparing the contents of that much memory takes longer than this check.
 
 
 class Keyed(NamedTuple):
-    """An object with its key, as it is sent to another rank or written to a file.
+    """An object with its key, as a rank writes it to a file or sends it to another process.
 
-    `state` is the object's state when it was received, None if there is none. `tool` names the
-    function that reads an object's state. If the object is a tensor whose whole memory has a key,
-    `block` is this key. Then `digest` is the digest of the memory's contents when they were
-    received, "" if unknown.
+    That process is another rank, or the new process of a rank that is restarted. `tool` names the
+    function that reads an object's state. `state` is the object's state when this rank received the
+    object, None if this rank has not received it. If the object is a tensor on the CPU whose whole
+    memory has a key, `block` is that key. Then `digest` is the digest of the memory's contents when
+    this rank received them, "" if unknown.
     """
 
     key: int
@@ -459,9 +460,9 @@ class Counterparts:
     # --- between ranks, and from files -------------------------------------------------------
 
     def keyed_objects(self, values: Iterable[Any], *, adds: bool = False) -> list[Keyed]:
-        """Return a `Keyed` for each object that has a key.
+        """Return a `Keyed` for each of `values` that has a key; objects inside of them are ignored.
 
-        With `adds`, tensors, torch modules and optimizers without a key get one first.
+        With `adds`, tensors, torch modules and optimizers among `values` get a key first.
         """
         keyed_objects = []
         for value in values:

@@ -313,7 +313,10 @@ class OwnModules(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Record when an import begins; Python calls this before it reads the module's file."""
+        """Record when an import begins; Python calls this before it reads the module's file.
+
+        Returns None, so that Python asks its own finders for the module.
+        """
         self._import_starts[fullname] = time.time_ns()
         return None
 

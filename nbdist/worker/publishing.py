@@ -129,7 +129,7 @@ class LargeOutputs:
     def _save(self, name: str, suffix: str, text: str) -> str:
         """Save text to a new file, and return the end of a note: `: PATH` or `: HOST:PATH`.
 
-        Return "" if the text was not saved.
+        The file is called `name`, a number and `.suffix`. Returns "" if the text was not saved.
         """
         if self.folder is None or len(text) > self._file_room:
             return ""
@@ -208,9 +208,10 @@ class MarkingSession(Session):
         header: Any = None,
         metadata: Any = None,
     ) -> Any:
-        """Send a message on a socket; any thread may call this.
+        """Send a message on a socket, as jupyter_client's `Session.send`; any thread may call this.
 
-        Large data is saved to files instead. A message of a type in `ORDERED` gets a mark.
+        Large data is saved to files instead. A message of a type in `ORDERED` gets a mark. Sends
+        nothing and returns None in a forked child, and while the process exits.
         """
         if os.getpid() != self.pid:
             # Send nothing from a forked child: if another thread held the lock at the fork, the

@@ -127,9 +127,9 @@ class StepCounter:
             raise KeyboardInterrupt
 
     def _wait_for_stop_step(self) -> None:
-        """Wait until `stop_at` sets a step, or `release` ends the wait, or the wait takes too long.
+        """Wait until `stop_at` or `release` is called, but not longer than a held rank waits.
 
-        Raise KeyboardInterrupt if this step is the step to stop at.
+        Raise KeyboardInterrupt if the step that begins now is the step of `stop_at`.
         """
         self._is_waiting = True
         try:
@@ -173,7 +173,7 @@ class StepCounter:
             sys.unraisablehook = partial(self._count_dropped, hook)
 
     def _count_dropped(self, show: Callable[[Any], object], dropped: Any) -> None:
-        """Show an exception that Python drops, and count it if it is a KeyboardInterrupt."""
+        """Call `show` with an exception that Python drops; count each KeyboardInterrupt."""
         self.dropped_interrupts += issubclass(dropped.exc_type, KeyboardInterrupt)
         try:
             show(dropped)

@@ -171,7 +171,11 @@ def without_recursion(tb: TracebackType | None) -> TracebackType | None:
 
 
 def format_folded(part: str) -> str:
-    """Return a part of a drawn traceback; for a stand-in call return its line of text instead."""
+    """Return a part of a drawn traceback.
+
+    If the part is a call that stands for repeated calls (`without_recursion`), return the line of
+    text about these calls instead.
+    """
     match = FOLDED.search(part)
     return f"{match[1]}\n" if match else part
 
@@ -218,7 +222,10 @@ def group_traceback(kind: Any, error: Any, tb: TracebackType | None) -> list[str
 
 
 def without_nbdist(tb: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without calls of nbdist, such as its own `init_process_group`."""
+    """Return a traceback without calls of nbdist, such as its own `init_process_group`.
+
+    Returns None if no other call remains.
+    """
     calls = _calls_of(tb)
     return _chain_calls(
         [c for c in calls if not c.tb_frame.f_code.co_filename.startswith(HIDDEN_FOLDERS)]
@@ -226,7 +233,10 @@ def without_nbdist(tb: TracebackType | None) -> TracebackType | None:
 
 
 def cell_part(tb: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without its first calls, in which IPython runs the cell."""
+    """Return a traceback without its first calls, in which IPython runs the cell.
+
+    Returns None if the traceback has no further calls.
+    """
     while tb is not None and IN_IPYTHON in tb.tb_frame.f_code.co_filename:
         tb = tb.tb_next
     return tb
@@ -235,9 +245,9 @@ def cell_part(tb: TracebackType | None) -> TracebackType | None:
 def interrupted_part(error: BaseException, tb: TracebackType | None) -> TracebackType | None:
     """Return the traceback of a KeyboardInterrupt, from the cell's line on.
 
-    Python may handle SIGINT only after another exception has left the cell, such as the error that
-    ends a wait in C++. In this case `tb` lacks the cell's line, and the traceback of the other
-    exception is returned.
+    `error` is the KeyboardInterrupt, and `tb` its traceback. Python may handle SIGINT only after
+    another exception, such as the error that ends a wait in C++, has ended the cell's code. In this
+    case `tb` lacks the cell's line, and the traceback of the other exception is returned.
     """
     cells = cell_numbers()
     for each in exception_chain(error):
@@ -448,10 +458,10 @@ NOT_SENT = {"__dict__", "__weakref__", "__notes__", "obj"}
 def contents_of(error: BaseException, namespace: dict[str, Any]) -> Payload:
     """Pack the arguments and attributes of an exception, for the notebook.
 
-    If an argument is too large or cannot be pickled, its `repr` is sent; such an attribute is left
-    out. From these the notebook makes the exception again without running code of its class
-    (`nbdist.errors.bare`). For a class of which this is impossible, the exception is also pickled
-    as a whole.
+    An argument that is too large or cannot be pickled is replaced by its `repr`. An attribute that
+    is too large or cannot be pickled is left out. From the arguments and attributes the notebook
+    makes the exception again, without running code of its class (`nbdist.errors.bare`). If the
+    class does not allow this, the exception is also pickled as a whole.
     """
     args = [
         _pack_value(arg, namespace) or _pack_value(_repr_of(arg), namespace) for arg in error.args

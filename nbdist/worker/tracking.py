@@ -247,7 +247,7 @@ def _warn(text: str) -> None:
 def _merge_points(
     points: list[TrackedPoint], limit: int, last_step: float | None
 ) -> Iterator[TrackedPoint]:
-    """Merge neighbouring points, so that about `limit` points are left, and at most twice as many.
+    """Merge neighbouring points, and yield about `limit` new points, at most twice as many.
 
     Each new point covers a range of steps. All ranges have the same width, and begin at multiples
     of the width, so that they are the same on all ranks. A point that would begin below

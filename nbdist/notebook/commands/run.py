@@ -263,7 +263,10 @@ Figures = Sequence[tuple[str, str]]  # pairs of a heading and a rank's text belo
 
 
 def per_rank(by_rank: Mapping[int, F], figures_of: Callable[[F], Figures]) -> list[tuple[str, ...]]:
-    """Return a table's headings, then a row for each set of ranks with equal figures."""
+    """Return a table's headings, then a row for each set of ranks with equal figures.
+
+    `figures_of` makes the figures of a rank from its value in `by_rank`.
+    """
     figures = {rank: figures_of(each) for rank, each in by_rank.items()}
     (first, *_) = figures.values()
     headings = ("ranks", *(heading for heading, _ in first))

@@ -111,10 +111,10 @@ def targets_of(
 ) -> list[str]:
     """Return the notebook's name for each expression: the name after `--as`, or the expression.
 
-    `is_assigned` is True if the cell assigns the magic's value, as in `x = %dist_gather y[0]`.
-    Otherwise an expression that is no name, such as `y[0]`, needs a name after `--as`.  Raises
-    UsageError for an expression without a name, if `--as` has more or fewer names than there are
-    expressions, or if two names are equal.
+    `given` is the text after `--as`, None without `--as`.  `is_assigned` is True if the cell
+    assigns the magic's value, as in `x = %dist_gather y[0]`.  Otherwise an expression that is no
+    name, such as `y[0]`, needs a name after `--as`.  Raises UsageError for an expression without a
+    name, if `--as` has more or fewer names than there are expressions, or if two names are equal.
     """
     value_transfer.check_expressions(expressions)
     line = f"`%dist_gather {' '.join(expressions)}`"
@@ -129,7 +129,7 @@ def targets_of(
 
 
 def _target_names(names: Sequence[str], given: str | None, have: str) -> list[str]:
-    """Return the names after `--as` (`given`), or `names` without it.
+    """Return the names in `given`, the text after `--as`; without `--as` return `names`.
 
     Raises UsageError if `--as` has more or fewer names than `names`; `have` begins the message.
     """

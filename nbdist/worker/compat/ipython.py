@@ -164,7 +164,8 @@ def number_cells(shell: Any) -> None:
 def _with_number(part: str, numbers: Mapping[str, int]) -> str:
     """Return a part of a traceback of IPython 7 with the first line that IPython 8 would draw.
 
-    A part that is no frame is returned unchanged.
+    `numbers` has the cells' numbers by their file names. A part that is no frame is returned
+    unchanged.
     """
     begins, line = TRACEBACK_FRAME.match(part), FRAME_LINE.search(part)
     if begins is None or line is None:
@@ -363,9 +364,9 @@ class Debugger(InterruptiblePdb):
 
 
 def remove_pdb_names(frame: FrameType) -> None:
-    """Remove the names `__return__` and `__exception__` that pdb has bound in a frame.
+    """Remove the names `__return__` and `__exception__` that pdb has bound in a cell's frame.
 
-    Do so only if the frame is that of a cell, where they would become variables of the user.
+    In a cell these names would become variables of the user. Other frames keep them.
     """
     if frame.f_locals is frame.f_globals:
         for name in ("__return__", "__exception__"):

@@ -35,7 +35,8 @@ from nbdist.worker.compat.torch import (
     exchange_handles,
 )
 
-# Whether Flight Recorder has the collectives of nccl2, and marks those that have ended.
+# Whether Flight Recorder records the collectives of nccl2 (see the top), and marks those that have
+# ended.
 RECORDS_NCCL2 = VERSION >= (2, 15)
 # Matches messages of NCCL and torch about this process's own GPU, and none about other ranks.
 OF_OWN_GPU = re.compile(r"\bcuda\b", re.IGNORECASE)
@@ -121,7 +122,7 @@ class Adapter(ABC):
 
 
 class Legacy(Adapter):
-    """The adapter for torch's first class, `ProcessGroupNCCL`.
+    """The adapter for `ProcessGroupNCCL`, the older of torch's two classes of nccl backends.
 
     An aborted backend cannot connect again, so a new backend takes its place in the group.
     """
@@ -188,7 +189,7 @@ class Legacy(Adapter):
 
 
 class Nccl2(Adapter):
-    """The adapter for torch's newer class, whose backends can connect again (`reconfigure`)."""
+    """The adapter for nccl2, the newer class, whose backends can connect again (`reconfigure`)."""
 
     max_generations: int | None = None
     keeps_numbering = True

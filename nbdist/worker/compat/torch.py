@@ -265,9 +265,11 @@ def renew(backend: Any, store: Any, rank: int, size: int, number: int, timeout: 
 def exchange_handles(
     backend: Any, store: Any, rank: int, size: int, number: int, timeout: timedelta
 ) -> Any:
-    """Write this rank's handle to the store, and wait until all ranks have written theirs.
+    """Write this rank's handle, by which other ranks connect to its backend, to the store.
 
-    Return the options with which the backend connects to the other ranks.
+    The handles get a `number` that was not used in the store before. Waits until all ranks have
+    written theirs. Returns the options with which the backend connects to the other ranks within
+    `timeout`.
     """
     store.set(f"handle{number}/{rank}", backend.get_reconfigure_handle())
     options = c10d.ReconfigureOptions()  # type: ignore[attr-defined]

@@ -125,7 +125,11 @@ class DefaultGroup:
         self._entries = seam.entries_of(self.group)
 
     def pop_groups(self) -> list[ProcessGroup]:
-        """Destroy all groups in torch's tables; return these groups and the world's group."""
+        """Destroy all groups in torch's tables; return the destroyed groups and the world's group.
+
+        The tables lack the world's group if user code has made another default group. If there is
+        no default group, nothing is destroyed, and only the world's group is returned.
+        """
         # If there is no default group, user code has destroyed it, or an attempt to form it failed.
         if not dist.is_initialized():
             return [self.group]

@@ -106,7 +106,7 @@ def is_between_ranks(error: Exception) -> bool:
 
 def reword(error: BaseException) -> None:
     """If an exception has a message of gloo, replace the message by a plainer text."""
-    # Call `str` only for torch's types, since `str` of a user's exception can raise anything.
+    # Call `str` only for the types of gloo's errors: `str` of a user's type can raise anything.
     text = str(error) if type(error) in _OF_GLOO else ""
     if "gloo/" in text:
         error.args = (
@@ -184,7 +184,10 @@ class Gloo:
         self.renew(backend, meeting, rank, size)
 
     def _connect(self, connect: Callable[[Any], None], meeting: Meeting) -> None:
-        """Connect a backend; raise ConnectionResetError if the meeting is called off meanwhile."""
+        """Connect a backend by `connect`, called with the meeting's store.
+
+        Raises ConnectionResetError if the meeting is called off meanwhile.
+        """
         # A meeting that can be called off needs a thread: gloo itself goes on waiting for a rank
         # that has written its address and failed afterwards.
         with self._recording_opened():

@@ -48,8 +48,8 @@ OF_NCCL = "/is "
 class GroupSide:
     """The name and members of a group, and this rank's object for it.
 
-    `group` is None if this rank has no such object, since it was restarted after the group was
-    made.
+    `group` is None if this rank has no such object, for example because the rank was restarted
+    after the group was made.
     """
 
     name: str

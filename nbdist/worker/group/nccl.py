@@ -127,7 +127,8 @@ class Nccl:
     def stand_in(self, kind: str, meeting: Meeting, seat: Seat, timeout: timedelta) -> Any:
         """Make and connect a backend for a group for which this rank has no object.
 
-        The other members of the group can connect only if this rank connects, too.
+        The other members of the group can connect only if this rank connects, too. `kind` is "nccl"
+        or "nccl2", and `timeout` is that of the backend's collectives.
         """
         at_store = replace(seat, store=self.store)
         with self.connecting_later():
@@ -197,10 +198,10 @@ def wait_for_device(line: int) -> None:  # the probe reads `line` in this functi
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """How many collectives of nccl have begun and not ended, and the newest of them.
+    """The `count` of nccl's collectives that have begun and not ended, and the newest of them.
 
-    `name` is its name. `number`, by which it differs from other collectives, is the time when it
-    was begun, in nanoseconds since 1970.
+    `name` is the name of the newest collective. `number` is the time when it was begun, in
+    nanoseconds since 1970, and tells it apart from other collectives.
     """
 
     count: int = 0
@@ -332,7 +333,8 @@ class Recording:
         for number, status in torch_seam.recorded_groups().items():
             before, begun = self._before.get(number), int(status["last_enqueued_collective"])
             done = "last_completed_collective"
-            counts = Counts(begun, begun - max(0, int(status[done])))  # -1 if none has completed
+            # `status[done]` is the number of the last completed collective, -1 before the first.
+            counts = Counts(begun, begun - max(0, int(status[done])))
             if before is None:
                 by_number[number] = counts
             elif torch_seam.RENEWS_GLOO:

@@ -67,7 +67,10 @@ def _port_of(fd: int, inode: int) -> int | None:
 
 
 def _awaited_descriptor() -> int | None:
-    """Return the descriptor for which the main thread waits in a system call, or None."""
+    """Return the descriptor for which the main thread waits in a system call.
+
+    Returns None if the thread waits for no descriptor, or for several.
+    """
     try:
         number, *arguments = system_call()
         if int(number) in RECEIVES:

@@ -300,8 +300,9 @@ class Search:
     def _record(self, name: str, value: Any, depth: int) -> None:
         """Add an entry to `results` for the memory of a value, unless it was found before.
 
-        The entry does not count the objects in the value. But a `_Several` stands for several
-        tensors, and gets one entry for all of them.
+        `depth` is 0 for the value of a variable, and greater for objects inside of it; a small
+        object inside gets no entry unless it is a tensor. The entry does not count the objects in
+        the value. But a `_Several` stands for several tensors, and gets one entry for all of them.
         """
         if isinstance(value, _Several):
             self._record_several(name, value)

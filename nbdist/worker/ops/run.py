@@ -416,7 +416,8 @@ def _receive_call(
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Receive a function and its arguments, and bind the names that it uses until the op ends.
 
-    Return the function, its positional arguments and its keyword arguments.
+    The parameters are as in `call`. Returns the function, its positional arguments and its keyword
+    arguments.
     """
     context.title = title
     receive = context.namespace.receive_plain if is_plain else context.namespace.receive_values

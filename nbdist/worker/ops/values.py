@@ -86,7 +86,10 @@ def bind_pushed(context: Context) -> Mapping[str, Replaced]:
 
 
 def scatter(context: Context, name: str, parts: Mapping[int, Payload]) -> None:
-    """Receive this rank's part of a variable, and keep it for `bind_scattered`."""
+    """Receive this rank's part of the variable `name`, and keep it for `bind_scattered`.
+
+    `parts` has the parts by rank.
+    """
     part = context.namespace.open(parts[context.rank])
     context.namespace.keep_received(Taken({name: part}), context.task_id)
 
