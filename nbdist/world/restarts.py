@@ -64,7 +64,10 @@ def restart(
         if engine.is_whole:
             dispatch.bind_kept(engine, kept.frames)
         raise
-    dispatch.bind_kept(engine, kept.frames)
+    if engine.state.has_workers:
+        dispatch.bind_kept(engine, kept.frames)
+    else:  # a set-up cell has killed a rank, and the policy for that is "stop"
+        engine.kept = kept
     if error:
         raise error
     return kept.names

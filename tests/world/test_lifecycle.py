@@ -17,7 +17,7 @@ import torch
 
 from nbdist import topology
 from nbdist.config import WorldConfig
-from nbdist.errors import StartError, UsageError
+from nbdist.errors import StartError, UsageError, WorkerDied
 from nbdist.wire.messages import GetStatus
 from nbdist.wire.work import Surroundings
 from nbdist.world.spec import NotebookSurroundings, make_spec
@@ -123,6 +123,23 @@ def test_variables_are_kept_over_restarts_that_fail(monkeypatch: pytest.MonkeyPa
         world.shutdown()
         world.restart()
         assert world.gather("'step' in globals()") == [False, False]
+
+
+@pytest.mark.own_agent
+def test_variables_are_kept_if_a_setup_cell_ends_all_workers(tmp_path: Path) -> None:
+    """With `on_failure="stop"` the error of the set-up cell is raised; the next restart binds."""
+    fatal = tmp_path / "fatal"
+    with World(2, log_dir="", on_failure="stop") as world:
+        world.execute(f"import os\nif rank == 1 and os.path.exists({str(fatal)!r}): os._exit(3)",
+                      setup=True)  # fmt: skip
+        world.execute("step = [rank, 7]")
+        fatal.touch()
+        with pytest.raises(WorkerDied, match="rank 1"):
+            world.restart(keep=["step"])
+        assert not world.state.has_workers
+        fatal.unlink()
+        world.restart()
+        assert world.gather("step") == [[0, 7], [1, 7]]
 
 
 @pytest.mark.own_agent
