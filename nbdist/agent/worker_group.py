@@ -485,10 +485,10 @@ class Rendezvous:
 class FormingCanceller:
     """Makes all workers stop forming their group when one of them cannot take part.
 
-    That is so if a survivor exits (`exits`) or does not form its groups, or if a new worker does
-    not start.  To call the forming off, this object makes the file `file`: survivors that wait for
-    others look for the file and give up.  New workers are killed, because they do not look for the
-    file in their first wait.
+    That is so if a survivor exits or does not form its groups, or if a new worker does not start.
+    `exits` has the future exits of the survivors; it is empty if all workers are new.  To call the
+    forming off, this object makes the file `file`: survivors that wait for others look for the file
+    and give up.  New workers are killed, because they do not look for the file in their first wait.
     """
 
     def __init__(self, file: Path, exits: Sequence[asyncio.Future[int]] = ()) -> None:
