@@ -169,6 +169,30 @@ class DebuggedRanks:
         requests = [each.request(command, arguments) for each in sessions if each.attaching is None]
         await asyncio.gather(*requests, return_exceptions=True)
 
+    async def move(self, session: RankSession, command: str, arguments: Message) -> Message:
+        """Let all stopped ranks make a step or go on; if one rank steps alone, only that rank.
+
+        `command` is "next", "stepIn", "stepOut" or "continue", and `session` the rank that the
+        front end shows.  Returns the first rank's response; raises SessionEnded if no rank answers.
+        """
+        stopped = [each for each in self.by_number.values() if each.stopped]
+        together = [] if self.shown.is_alone else stopped
+        moved = [session] if session not in together else together
+        requests = []
+        for each in moved:
+            threads = [arguments["threadId"]] if each is session else [*each.stopped][:1]
+            if command == "continue":
+                threads = [*each.stopped] or threads
+            for thread in threads:
+                # The rank's event that it goes on can arrive after the front end's next request.
+                each.stopped.pop(thread, None)
+                requests.append(each.request(command, {**arguments, "threadId": thread}))
+        responses = await asyncio.gather(*requests, return_exceptions=True)
+        first = next((each for each in responses if isinstance(each, dict)), None)
+        if first is None:
+            raise SessionEnded
+        return first
+
     async def detach_all(self) -> None:
         """End the debuggers of all ranks, and forget all breakpoints."""
         self.breakpoints, self.exceptions = {}, None

@@ -204,7 +204,8 @@ class CellDebugger:
         command = msg["command"]
         match command:
             case "continue" | "next" | "stepIn" | "stepOut":
-                return await self._move(session, msg, inner)
+                response = await self._ranks.move(session, command, inner)
+                return reply_to(msg, response.get("body"), response)
             case "richInspectVariables":
                 return await self._inspect_richly(session, msg, inner)
             case "copyToGlobals":
@@ -215,24 +216,6 @@ class CellDebugger:
             accepts = self._kernel.debugger.accept_variable
             body["variables"] = [each for each in body["variables"] if accepts(each["name"])]
         return reply_to(msg, body, response)
-
-    async def _move(self, session: RankSession, msg: Message, inner: Message) -> Message:
-        """Let all stopped ranks go on by the same step, or only the rank that is shown."""
-        stopped = [each for each in self._ranks.by_number.values() if each.stopped]
-        together = [] if self._ranks.shown.is_alone else stopped
-        moved = [session] if session not in together else together
-        requests = []
-        for each in moved:
-            threads = [inner["threadId"]] if each is session else [*each.stopped][:1]
-            if msg["command"] == "continue":
-                threads = [*each.stopped] or threads
-            for thread in threads:
-                requests.append(each.request(msg["command"], {**inner, "threadId": thread}))
-        responses = await asyncio.gather(*requests, return_exceptions=True)
-        first = next((each for each in responses if isinstance(each, dict)), None)
-        if first is None:
-            raise SessionEnded
-        return reply_to(msg, first.get("body"), first)
 
     async def _inspect_richly(self, session: RankSession, msg: Message, inner: Message) -> Message:
         """Return a variable's value in the formats that IPython shows, as ipykernel does."""

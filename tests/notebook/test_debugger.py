@@ -413,6 +413,46 @@ def test_a_breakpoint_that_is_set_while_a_rank_attaches_reaches_it(moment: str) 
     assert points == [before, after]
 
 
+def test_a_rank_that_makes_a_step_is_not_stopped() -> None:
+    """A rank counts as stopped again only after its step, however late its events arrive."""
+
+    async def choose_during_a_step() -> tuple[list[str], list[str]]:
+        async def do_nothing(command: str) -> None:
+            pass
+
+        link: Any = SlowLink(do_nothing)
+        events = list[str]()
+        publish = lambda event: events.append(event["event"])  # noqa: E731
+        ranks = DebuggedRanks(lambda: [(link, "rank", {0: 1, 1: 2})], publish, just_my_code=False)
+        assert await ranks.attach(link, [0, 1]) == []
+
+        async def send(rank: int, event: str) -> None:
+            body = {"threadId": 1, "reason": "breakpoint"}
+            content = {"type": "event", "event": event, "body": body}
+            (number,) = (each.number for each in ranks.by_number.values() if each.rank == rank)
+            link.on_debugger(FromDebugger(rank, number, json.dumps(content)))
+            await asyncio.sleep(0)
+
+        for rank in (0, 1):
+            await send(rank, "stopped")
+        (shown, _) = ranks.shown.entry or pytest.fail("no rank is shown")
+        await ranks.move(shown, "next", {"threadId": 1})
+        for event in ("continued", "stopped"):
+            await send(0, event)
+        texts = [ranks.shown.choose(link, 1, is_alone=False)]
+        for event in ("continued", "stopped"):
+            await send(1, event)
+        texts.append(ranks.shown.choose(link, 1, is_alone=False))
+        return texts, events
+
+    texts, events = asyncio.run(choose_during_a_step())
+    assert texts == [
+        "rank 1 is shown once it stops; stopped: rank 0",
+        "the debugger shows rank 1; all stopped ranks step together",
+    ]
+    assert events == ["stopped", "continued", "stopped", "stopped"]
+
+
 def test_a_thread_that_goes_on_leaves_another_thread_on_the_page() -> None:
     """Of two stopped threads of a rank the page shows one, until that thread goes on."""
 
