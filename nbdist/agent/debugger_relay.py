@@ -1,8 +1,9 @@
 """Passes messages of the Debug Adapter Protocol between the notebook and workers' debuggers.
 
-Runs in the agent.  The notebook's debugger (`nbdist.notebook.debugger`) is the client, debugpy in
-the worker (`nbdist.worker.debugging`) is the server.  The agent reads the messages only to know
-whether a rank stands at a breakpoint: such a rank neither hangs nor uses up its timeout.
+Runs in the agent.  The notebook's debugger (`nbdist.notebook.debugger`) is the client, and debugpy
+in the worker (`nbdist.worker.debugging`) is the server.  The agent reads the messages only to know
+whether a rank stands at a breakpoint.  Such a rank does not count as hanging, and the time does not
+count for its timeout.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ LENGTH_HEADER = "Content-Length: "
 
 
 class Debuggee(Protocol):
-    """A worker, as far as its debugger is concerned (`nbdist.agent.worker`)."""
+    """The attributes of a worker that this module uses (`nbdist.agent.worker` has the class)."""
 
     rank: int
     start_info: WorkerStart
     debugger: DebuggerRelay | None
 
     async def ask(self, request: ControlRequest, timeout: float) -> ControlReply | None:
-        """Return the answer of the worker's control thread; None if none comes in time."""
+        """Return the answer of the worker's control thread, None if no answer comes in time."""
 
 
 class DebuggerRelay:
@@ -110,16 +111,16 @@ class DebuggerRelay:
             self._writer.write(f"{LENGTH_HEADER}{len(data)}\r\n\r\n".encode() + data)
 
     def close(self) -> None:
-        """End the worker's debugger: the rank goes on, and the worker closes the connection."""
+        """Ask the worker to end its debugger; a stopped rank goes on, and the connection closes."""
         self._is_closed = True
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write_eof()
             asyncio.get_running_loop().call_later(END_TIMEOUT, self._writer.close)
 
     def record_interrupt(self) -> None:
-        """Record that SIGINT was sent: KeyboardInterrupt ends the wait at a breakpoint.
+        """Record that the worker got a SIGINT, whose KeyboardInterrupt ends a stop at a breakpoint.
 
-        debugpy does not report that, so the notebook gets an event from here.
+        Sends the notebook an event that the threads go on, because debugpy sends none.
         """
         for thread in sorted(self._stopped_threads):
             self._stopped_threads.discard(thread)
@@ -138,7 +139,7 @@ class DebuggerRelay:
 
 
 class DebuggerRelays:
-    """Carries out the notebook's messages to debuggers; each worker has at most one relay."""
+    """Carries out the notebook's messages to workers' debuggers; a worker has at most one relay."""
 
     def __init__(
         self,
@@ -150,7 +151,10 @@ class DebuggerRelays:
         self._socket_count = itertools.count(1)
 
     def receive(self, message: OpenDebugger | ToDebugger | CloseDebuggers) -> None:
-        """Open or close a debugger, or send it a request; a dead rank has no debugger."""
+        """Open or close a rank's debugger, or send it a request, as the message says.
+
+        If the rank is dead, the answer to `OpenDebugger` says so, and other messages are dropped.
+        """
         match message:
             case OpenDebugger(rank, session):
                 workers = self._alive([rank])

@@ -1,6 +1,6 @@
-"""Messages of the Debug Adapter Protocol, as JupyterLab and debugpy write them.
+"""Reads and makes messages of the Debug Adapter Protocol, as JupyterLab and debugpy write them.
 
-Used by the modules of the notebook's debugger, in the notebook's process.
+The modules of the notebook's debugger use this module in the notebook's process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Message = dict[str, Any]
 """A request, a response or an event of the Debug Adapter Protocol."""
 
 BEGINNINGS = ("/nbdist/agent/fork_server.py", "/nbdist/worker/__main__.py", "/runpy.py")
-"""Ends of the paths of files in which a worker's process begins, as the module `__main__`."""
+"""The ends of paths of the files with which a worker's process begins: its outermost frames."""
 
 CLIENT: Message = {
     "clientID": "nbdist",
@@ -25,28 +25,34 @@ CLIENT: Message = {
     "supportsVariableType": True,
     "supportsVariablePaging": True,
 }
-"""The arguments of `initialize`, as JupyterLab sends them."""
+"""The arguments of the request `initialize`, as JupyterLab sends them."""
 
 
 FILE_NOT_FOUND = "Breakpoint in file that does not exist."
-"""What debugpy says of a breakpoint in a file that the machine of the debugged process lacks."""
+"""debugpy's message about a breakpoint in a file that the debugged process's machine lacks."""
 
 
 def is_library(frame: Message) -> bool:
-    """Return True for a frame in a function of an installed package or of the standard library."""
+    """Return True for a frame in a function of an installed package or of the standard library.
+
+    Also returns True for the frames in which a worker's process began (`is_outer`).
+    """
     path = str((frame.get("source") or {}).get("path", ""))
     is_installed = PACKAGES.match(path) is not None and frame.get("name") != "<module>"
     return is_installed or is_outer(frame)
 
 
 def is_outer(frame: Message) -> bool:
-    """Return True for the frame in which a worker's process began."""
+    """Return True for a frame in a file with which a worker's process begins (`BEGINNINGS`)."""
     path = str((frame.get("source") or {}).get("path", ""))
     return path.endswith(BEGINNINGS)
 
 
 def refusal(response: Message) -> str:
-    """Return why a rank cannot stop at a breakpoint of a `setBreakpoints` request, or ""."""
+    """Return why a rank cannot stop at one of its breakpoints; "" if it can.
+
+    `response` is the rank's response to a request `setBreakpoints`.
+    """
     points = (response.get("body") or {}).get("breakpoints", ())
     texts = [str(each.get("message", "")) for each in points if not each.get("verified")]
     text = next(filter(None, texts), "")
@@ -54,7 +60,10 @@ def refusal(response: Message) -> str:
 
 
 def copying(inner: Message) -> Message:
-    """Return the arguments of `setExpression` that copy a local variable to the globals."""
+    """Return arguments of `setExpression` that copy a local variable to the globals.
+
+    `inner` are the arguments of JupyterLab's request `copyToGlobals`.
+    """
     name = json.dumps(inner.get("dstVariableName", ""))
     return {
         "expression": f"globals()[{name}]",
@@ -64,7 +73,10 @@ def copying(inner: Message) -> Message:
 
 
 def reply_to(msg: Message, body: Any, like: Message | None = None) -> Message:
-    """Return a response to a request, which has succeeded as the rank's response `like` has."""
+    """Return the response to the request `msg`, with the given body.
+
+    It reports a success, or the success or failure of `like`, a rank's response.
+    """
     response: Message = {
         "type": "response",
         "seq": msg.get("seq", 0),

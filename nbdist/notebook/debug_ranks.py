@@ -1,4 +1,4 @@
-"""The debuggers of all ranks: starts and ends them, and receives what they write.
+"""Starts and ends the debuggers of all ranks, and handles the messages that they send.
 
 Runs in the notebook's process, on the event loop of the kernel's control thread, except for the
 method that says otherwise.
@@ -41,12 +41,14 @@ OUTER_MODULES = (
 """Modules around a rank's cell, in which the debugger shows no frames and does not stop."""
 
 WorldLinks = Callable[[], "Iterable[tuple[Link, str, Mapping[int, int]]]"]
-"""Yields the links of all running worlds, each with a title for a rank and with the process ids of
-its ranks."""
+"""A function that yields the links of all running worlds.
+
+Each link is in a tuple with a title for its ranks, such as "rank", and with the process ids of its
+ranks."""
 
 
 class DebuggedRanks:
-    """The sessions of all ranks' debuggers, of which a rank has one at most."""
+    """The sessions of the debuggers of all ranks; a rank has at most one session."""
 
     def __init__(
         self, links: WorldLinks, publish_event: Callable[[Message], None], *, just_my_code: bool
@@ -64,18 +66,19 @@ class DebuggedRanks:
         return f"<DebuggedRanks {[*self.by_number.values()]}>"
 
     async def attach(self, link: Link, ranks: Collection[int]) -> list[tuple[int, str]]:
-        """Attach to ranks of a world that are not attached.
+        """Attach to the ranks of a world that are not attached yet, and wait until they are.
 
-        Returns pairs of a rank and a text on breakpoints at which the rank cannot stop.
+        Returns pairs of a rank and a text about breakpoints at which the rank cannot stop.
         """
         self.shown.last_rank = None
         attaching = self.start_attaching(link, ranks)
         if tasks := [each.attaching for each in attaching if each.attaching is not None]:
-            # If Stop cancels this coroutine, `wait` does not cancel the tasks, as `gather` would:
-            # the next cell would take ranks that lack the breakpoints for attached.
+            # Use `wait`: if Stop cancels this coroutine, `gather` would also cancel the tasks.  The
+            # next cell would then find ranks that seem attached but lack the breakpoints.
             await asyncio.wait(tasks)
         if self.exceptions is not None and self.exceptions.get("filters"):
-            # A rank forgets them if its collectives are aborted (`RankDebugger.record_abort`).
+            # Send the exception breakpoints again: a rank forgets them if its collectives are
+            # aborted (`RankDebugger.record_abort`).
             await self._request_all("setExceptionBreakpoints", self.exceptions)
         problems = [
             (each.rank, f"cannot stop at breakpoints: {each.ended or 'the debugger has ended'}")
@@ -88,12 +91,12 @@ class DebuggedRanks:
         return problems
 
     def start_attaching_all(self) -> None:
-        """Start to attach to the ranks of all running worlds."""
+        """Begin to attach to the ranks of all running worlds."""
         for link, _, pids in self._links():
             self.start_attaching(link, {*pids})
 
     def start_attaching(self, link: Link, ranks: Collection[int]) -> list[RankSession]:
-        """Start to attach to ranks; return the sessions of those ranks that still attach."""
+        """Begin to attach to ranks of a world; return the sessions that are still attaching."""
         link.on_debugger = partial(self._receive_soon, asyncio.get_running_loop(), link)
         title, pids = next(((t, p) for each, t, p in self._links() if each is link), ("rank", {}))
         for session in [*self.by_number.values()]:
@@ -114,7 +117,7 @@ class DebuggedRanks:
         return [each for each in sessions if each.link is link and each.rank in ranks]
 
     async def _attach(self, session: RankSession) -> None:
-        """Start the debugger of a rank, and send it the breakpoints."""
+        """Start the debugger of a session's rank, and send it the breakpoints."""
         session.link.send(OpenDebugger(session.rank, session.number))
         ask = partial(session.request, timeout=ATTACH_TIMEOUT)
         try:
@@ -143,7 +146,10 @@ class DebuggedRanks:
         }
 
     async def set_breakpoints(self, arguments: Message) -> None:
-        """Set the breakpoints in one file on all ranks, and later on new ranks."""
+        """Set the breakpoints of one file on all ranks; ranks that attach later get them too.
+
+        `arguments` are those of a `setBreakpoints` request.
+        """
         path = (arguments.get("source") or {}).get("path", "")
         if arguments.get("breakpoints"):
             self.breakpoints[path] = arguments
@@ -152,15 +158,17 @@ class DebuggedRanks:
         await self._request_all("setBreakpoints", arguments)
 
     async def set_exceptions(self, arguments: Message) -> None:
-        """Set at which exceptions all ranks stop, and later new ranks."""
+        """Set the exceptions at which all ranks stop; ranks that attach later get them too.
+
+        `arguments` are those of a `setExceptionBreakpoints` request.
+        """
         self.exceptions = arguments
         await self._request_all("setExceptionBreakpoints", arguments)
 
     async def _request_all(self, command: str, arguments: Message) -> None:
-        """Send a request to all ranks, and wait for the responses.
+        """Send a request to all attached ranks, and wait for their responses; ignore errors.
 
-        A rank that is being attached gets the request before the next cell; its response is not
-        waited for.
+        A rank that is still attaching gets the request later, but before the next cell.
         """
         sessions = [*self.by_number.values()]
         for each in sessions:
@@ -170,7 +178,7 @@ class DebuggedRanks:
         await asyncio.gather(*requests, return_exceptions=True)
 
     async def move(self, session: RankSession, command: str, arguments: Message) -> Message:
-        """Let all stopped ranks make a step or go on; if one rank steps alone, only that rank.
+        """Let all stopped ranks make a step or go on; after `%dist_debug --alone` only `session`.
 
         `command` is "next", "stepIn", "stepOut" or "continue", and `session` the rank that the
         front end shows.  Returns the first rank's response; raises SessionEnded if no rank answers.
@@ -225,7 +233,7 @@ class DebuggedRanks:
     def _receive_soon(
         self, loop: asyncio.AbstractEventLoop, link: Link, message: FromDebugger | None
     ) -> None:
-        """Have the loop handle a message; called on the link's thread."""
+        """Have the event loop handle a debugger's message; called on the link's thread."""
         with suppress(RuntimeError):  # the loop is closed: the kernel exits
             loop.call_soon_threadsafe(self._receive, link, message)
 
@@ -259,10 +267,10 @@ class DebuggedRanks:
                 self.shown.hide(session, thread)
 
     async def _check_step(self, session: RankSession, thread: int) -> None:
-        """Show a rank that has made a step, or let it go on if the step has left the cell.
+        """Show a rank that has stopped after a step; let it go on if the step has left the cell.
 
         After a step out of the last line of a cell, debugpy stops in the next function that IPython
-        calls, such as one of `contextlib`.
+        calls, such as one of `contextlib`.  The user does not want to see that function.
         """
         try:
             reply = await session.request("stackTrace", {"threadId": thread})

@@ -1,4 +1,4 @@
-"""The debugger of one rank, and numbers of threads and frames that are unique over all ranks.
+"""Talks to the debugger of one rank; makes numbers of threads and frames unique over all ranks.
 
 Runs in the notebook's process, on the event loop of the kernel's control thread.
 """
@@ -20,21 +20,24 @@ if TYPE_CHECKING:
 REQUEST_TIMEOUT = 10.0  # seconds for a rank to answer a request
 
 FIRST_ID = 2**52
-"""The first number of a rank's thread, frame or variable.
+"""The first number that a rank's thread, frame or variable gets.
 
-Addresses of objects, which ipykernel also uses as such numbers, are lower, and JavaScript's
-integers are exact up to 2**53."""
+It is higher than addresses of objects, which ipykernel uses as such numbers, and lower than 2**53,
+up to which JavaScript's integers are exact."""
 
 NUMBER_NAMES = ("threadId", "frameId", "variablesReference", "sourceReference", "srcFrameId")
-"""Names of entries whose values are numbers that each rank chooses by itself."""
+"""The entries of messages whose values are numbers that each rank chooses by itself."""
 
 
 class SessionEnded(Exception):
-    """Raised for a request to a rank whose debugger has ended; the text says why, or is ""."""
+    """Raised for a request to a rank whose debugger has ended; the text says why if it is known."""
 
 
 class RankSession:
-    """The debugger of one rank, as a client of the Debug Adapter Protocol sees it."""
+    """A connection to the debugger of one rank, to which it sends requests.
+
+    `number` identifies the session, and `title` names the rank for the user.
+    """
 
     def __init__(self, link: Link, rank: int, pid: int, number: int, title: str) -> None:
         self.link, self.rank, self.pid, self.number, self.title = link, rank, pid, number, title
@@ -54,7 +57,7 @@ class RankSession:
     async def request(
         self, command: str, arguments: Message, timeout: float = REQUEST_TIMEOUT
     ) -> Message:
-        """Send a request; return the response.  Raises SessionEnded, or TimeoutError."""
+        """Send a request and return the rank's response; raise SessionEnded or TimeoutError."""
         if self.ended is not None:
             raise self.ended
         number = next(self._count)
@@ -76,13 +79,16 @@ class RankSession:
             del self._refused[path]
 
     def pop_refused(self) -> list[str]:
-        """Return lines on files with breakpoints in which the rank cannot stop, each file once."""
+        """Return a line for each file with breakpoints in which the rank cannot stop.
+
+        Each file is named only once.
+        """
         new = {path: text for path, text in self._refused.items() if text}
         self._refused.update(dict.fromkeys(new, ""))
         return [f"cannot stop at breakpoints in {path}: {text}" for path, text in new.items()]
 
     def add_unsent(self, command: str, arguments: Message) -> None:
-        """Add a request that `send_unsent` sends, while the rank is being attached."""
+        """Add a request for `send_unsent`, because the debugger of the rank is not ready yet."""
         self._unsent.append((command, arguments))
 
     async def send_unsent(self, timeout: float) -> None:
@@ -94,13 +100,16 @@ class RankSession:
             await self.request(*self._unsent.popleft(), timeout)
 
     def resolve(self, response: Message) -> None:
-        """Give the response to the request that it answers."""
+        """Let the `request` that waits for this response return it."""
         answer = self._pending.get(response.get("request_seq", 0))
         if answer is not None and not answer.done():
             answer.set_result(response)
 
     def end(self, problem: str) -> None:
-        """Fail all pending and later requests: the debugger of the rank has ended."""
+        """Fail all pending and later requests, because the debugger of the rank has ended.
+
+        `problem` says why it has ended, "" if that is no problem.
+        """
         self.ended = SessionEnded(problem)
         self.has_ended.set()
         self.stopped.clear()
@@ -110,7 +119,11 @@ class RankSession:
 
 
 class Numbers:
-    """Numbers that are unique over all ranks, in place of those that each rank has chosen."""
+    """Gives the threads, frames and variables of ranks numbers that are unique over all ranks.
+
+    An *inner* number is the one that a rank has chosen, an *outer* number the unique one that the
+    front end gets in its place.
+    """
 
     def __init__(self) -> None:
         self._next = itertools.count(FIRST_ID)
@@ -118,18 +131,24 @@ class Numbers:
         self._outer: dict[tuple[RankSession, str, int], int] = {}
 
     def outer(self, session: RankSession, kind: str, inner: int) -> int:
-        """Return the unique number for a rank's number of a thread, frame or variable."""
+        """Return the outer number for an inner number of a rank; make one if there is none.
+
+        `kind` is the name of the message's entry with the number, such as "threadId".
+        """
         if (number := self._outer.get((session, kind, inner))) is None:
             number = self._outer[session, kind, inner] = next(self._next)
             self._inner[number] = session, inner
         return number
 
     def inner(self, number: object) -> tuple[RankSession, int] | None:
-        """Return the rank and its own number; None for a number of the notebook's process."""
+        """Return the rank and the rank's own number for an outer number.
+
+        Returns None for a number of the notebook's process, and for one that was forgotten.
+        """
         return self._inner.get(number) if isinstance(number, int) else None
 
     def has_stale(self, arguments: Message) -> bool:
-        """Return True if a rank has had a number in these arguments, and has gone on or ended."""
+        """Return True if these arguments of a request have an outer number that was forgotten."""
         return any(
             self.has_stale(value)
             if isinstance(value, dict)
@@ -141,13 +160,19 @@ class Numbers:
         )
 
     def forget(self, session: RankSession, *, with_threads: bool = False) -> None:
-        """Forget a rank's frames and variables, which are no longer valid once the rank goes on."""
+        """Forget the numbers of a rank's frames and variables, with `with_threads` also of threads.
+
+        Frames and variables are no longer valid once the rank goes on.
+        """
         for key in [key for key in self._outer if key[0] is session]:
             if with_threads or key[1] != "threadId":
                 del self._inner[self._outer.pop(key)]
 
     def to_outer(self, session: RankSession, body: Any) -> Any:
-        """Return a rank's message with unique numbers, and with the rank in the names of frames."""
+        """Return the body of a rank's message with outer numbers in place of the rank's own.
+
+        The names of frames get the rank's title.  Frames in which its process began are left out.
+        """
         if isinstance(body, list):
             return [self.to_outer(session, each) for each in body]
         if not isinstance(body, dict):
@@ -164,7 +189,10 @@ class Numbers:
         return outer
 
     def to_inner(self, arguments: Message) -> tuple[RankSession | None, Message]:
-        """Return the rank that arguments of a request are about, and the rank's own arguments."""
+        """Return the rank that a request's arguments are about, and the arguments for this rank.
+
+        The rank is None if there is no number of a rank in the arguments.
+        """
         session: RankSession | None = None
         inner: Message = {}
         for name, value in arguments.items():

@@ -1,4 +1,4 @@
-"""Which of the stopped ranks the front end's debugger shows.
+"""Chooses which of the stopped ranks the front end's debugger shows.
 
 Runs in the notebook's process, on the event loop of the kernel's control thread.
 """
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 SETTLE_TIME = 0.3
 """Seconds to wait for the other ranks after a rank has stopped, before a stopped rank is shown.
 
-The ranks reach a line one after another, and those that have stopped make their steps together."""
+The ranks reach a line one after another, and only ranks that have stopped step together."""
 
 
 class ShownRank:
-    """Chooses the rank that the front end shows, and tells the front end by events.
+    """Chooses the rank that the front end shows, and sends the front end events about it.
 
-    `sessions` has the sessions of all ranks by their numbers; its owner adds and removes sessions.
+    `sessions` has the sessions of all ranks by the sessions' numbers; its owner adds and removes
+    sessions.
     """
 
     def __init__(
@@ -37,8 +38,8 @@ class ShownRank:
     ) -> None:
         self._sessions, self._numbers, self._publish_event = sessions, numbers, publish_event
         self.entry: tuple[RankSession, int] | None = None  # the rank and thread on the page
-        self.last_rank: int | None = None  # the last one that was shown in the running cell
-        self.chosen_rank: int | None = None  # by `%dist_debug -r`
+        self.last_rank: int | None = None  # the rank that was shown last in the running cell
+        self.chosen_rank: int | None = None  # the rank that the user chose by `%dist_debug -r`
         self.is_alone = False  # whether only the rank that is shown makes steps
         self._timer: asyncio.TimerHandle | None = None
         self._event_count = itertools.count(1)
@@ -47,7 +48,10 @@ class ShownRank:
         return f"<ShownRank {self.entry and self.entry[0].title}>"
 
     def hide(self, session: RankSession, thread: int | None = None) -> None:
-        """Tell the front end that a rank goes on, if it shows the rank; then show another one."""
+        """If the front end shows this rank, report that it goes on; later show a stopped rank.
+
+        If `thread` is given, do this only if the front end shows this thread of the rank.
+        """
         if self.entry is None or self.entry[0] is not session:
             return
         if thread is not None and self.entry[1] != thread:
@@ -59,7 +63,11 @@ class ShownRank:
         self._show_after_settling()
 
     def show_stopped(self, session: RankSession) -> None:
-        """Show a rank that has just stopped: at once if the user waits for this rank."""
+        """Handle that a rank has just stopped.
+
+        If the user has chosen this rank, show it in place of another rank.  If no rank is shown,
+        show one once all ranks have stopped, or after `SETTLE_TIME`.
+        """
         is_chosen = self.chosen_rank is not None and session.rank == self.chosen_rank
         if is_chosen and self.entry is not None and self.entry[0].rank != session.rank:
             self._show(session)
@@ -78,7 +86,11 @@ class ShownRank:
             self._timer = asyncio.get_running_loop().call_later(SETTLE_TIME, self._show_first)
 
     def _show_first(self) -> None:
-        """Show the rank that the user wants, or else the first one that is stopped."""
+        """Show the rank that the user has chosen, or without a choice the rank that was shown last.
+
+        If that rank is not stopped, show the lowest stopped rank.  Do nothing if a rank is shown
+        already, or if no rank is stopped.
+        """
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -87,9 +99,10 @@ class ShownRank:
             self._show(min(stopped, key=lambda each: (each.rank != self._wanted_rank, each.rank)))
 
     def choose(self, link: Link, rank: int, *, is_alone: bool) -> str:
-        """Show this rank of a world; return a line on that, or "" if none of its ranks is stopped.
+        """Show this rank of a world, and return a line for the user.
 
-        A rank that is not stopped is shown once it stops.
+        A rank that is not stopped is shown once it stops.  With `is_alone` only the shown rank
+        steps, and not all stopped ranks together.  Returns "" if no rank of the world is stopped.
         """
         sessions = [each for each in self._sessions.values() if each.link is link]
         stopped = {each.rank: each for each in sessions if each.stopped}

@@ -1,10 +1,10 @@
 """JupyterLab's debugger over all ranks: each rank is a thread beside the notebook's own.
 
-A front end sends debug requests on the control channel, which ipykernel's `Debugger` answers for
-the notebook's process.  `CellDebugger` stands in front of ipykernel's: it passes requests on to the
-ranks that they concern, and makes the ranks' numbers of threads, frames and variables unique.  Runs
-in the notebook's process, on the event loop of the kernel's control thread, except for the methods
-that say otherwise.
+A front end sends debug requests on the control channel.  Without nbdist, ipykernel's `Debugger`
+answers them for the notebook's process.  `CellDebugger` gets the requests first: it passes requests
+about ranks on to these ranks, and all others to ipykernel's `Debugger`.  Runs in the notebook's
+process, on the event loop of the kernel's control thread, except for the methods that say
+otherwise.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OWN_ERRORS = frozenset({"WorkerError", "WorkerDied", "CellTimeout", "Interrupted
 """Classes of nbdist's errors that report the end of a cell on the ranks."""
 
 GONE = "the rank has gone on since, or its process has ended"
-"""The answer to a request for a frame, variable or thread of a rank that is no longer valid."""
+"""The answer to a request about a rank's thread, frame or variable that does not exist any more."""
 
 CHOOSE = re.compile(r"\s*%dist_debug\b(?P<options>.*?-r\s*(?P<rank>\d+).*)")
 
@@ -42,8 +42,8 @@ CHOOSE = re.compile(r"\s*%dist_debug\b(?P<options>.*?-r\s*(?P<rank>\d+).*)")
 class CellDebugger:
     """Answers the debugger's requests for the notebook's process and the ranks together.
 
-    `kernel` is the notebook's ipykernel.  `links` yields the links of all running worlds, each with
-    a title for a rank and with the process ids of its ranks.
+    `kernel` is the notebook's kernel object, of ipykernel.  `links` yields the links of all running
+    worlds (`WorldLinks`).
     """
 
     def __init__(self, kernel: Any, links: WorldLinks) -> None:
@@ -52,13 +52,14 @@ class CellDebugger:
         loop = getattr(getattr(kernel, "control_thread", None), "io_loop", None)
         self._loop: asyncio.AbstractEventLoop | None = getattr(loop, "asyncio_loop", None)
         self.is_on = bool(kernel.debugger.is_started)
-        # ipykernel's client of debugpy takes the next response for that to its last request.
+        # ipykernel's client of debugpy takes any response for the response to its last request, so
+        # requests must not overlap.
         self._one_request = asyncio.Lock()
         self._original: Callable[[Message], Any] = kernel.do_debug_request
         self._publish_event: Callable[[Message], None] = kernel.debugger.event_callback
         just_my_code = bool(getattr(kernel, "debug_just_my_code", False))
         self._ranks = DebuggedRanks(links, self._publish_event, just_my_code=just_my_code)
-        # A front end may have set breakpoints before.
+        # A front end may have set breakpoints before nbdist was loaded.
         self._ranks.breakpoints = {
             path: {"source": {"path": path}, "breakpoints": points, "sourceModified": False}
             for path, points in kernel.debugger.breakpoint_list.items()
@@ -72,10 +73,11 @@ class CellDebugger:
     # --- from other threads ---------------------------------------------------------------
 
     def prepare(self, link: Link, ranks: Iterable[int]) -> str:
-        """Wait until these ranks have the breakpoints; return a line on breakpoints that they lack.
+        """Wait until these ranks of a world have the breakpoints.
 
-        Called on the main thread before a task is sent.  Does nothing while the debugger is off.
-        Raises Interrupted if Stop is pressed meanwhile.
+        Returns a line about breakpoints at which ranks cannot stop, or "".  Called on the main
+        thread before a task is sent.  Does nothing while the debugger is off.  Raises Interrupted
+        if Stop is pressed meanwhile.
         """
         if not self.is_on:
             return ""
@@ -85,17 +87,18 @@ class CellDebugger:
         return "; ".join(f"{name_ranks(on)} {text}" for text, on in by_text.items())
 
     def choose(self, link: Link, rank: int, *, is_alone: bool) -> str:
-        """Show this rank of a world; return a line on that, or "" if none of its ranks is stopped.
+        """Show this rank of a world, as `ShownRank.choose`; called on the main thread.
 
-        Called on the main thread.
+        Returns a line for the user, or "" if no rank of the world is stopped.
         """
         return self._run(self._choose(link, rank, is_alone=is_alone), "")
 
     def open(self) -> Callable[[], None]:
-        """Keep the notebook's own debugger out of nbdist's files; return a function that ends all.
+        """Change the debugger of the notebook's own process; return a function that restores it.
 
-        Called on the main thread while nbdist is loaded.  The function ends the debuggers of all
-        ranks, and restores the notebook's own.
+        From now on that debugger does not stop in nbdist's files, nor at nbdist's errors about
+        ranks.  The returned function also ends the debuggers of all ranks.  Called on the main
+        thread while nbdist is loaded.
         """
         debugger, rule = self._kernel.debugger, f"{PACKAGE}/**"
         before, debugger.event_callback = debugger.event_callback, self._forward
@@ -113,9 +116,10 @@ class CellDebugger:
         return close
 
     def _forward(self, event: Message) -> None:
-        """Pass an event of the notebook's own debugger on, unless it stopped at nbdist's error.
+        """Pass an event of the notebook's own debugger to the front end.
 
-        The ranks have stopped at their exceptions before; nbdist's error only reports them.
+        If that debugger has stopped at an error of nbdist, let it go on instead.  Such an error
+        only reports exceptions at which the ranks have stopped before.
         """
         body = event.get("body") or {}
         name = str(body.get("text") or "").partition(" ")[0]
@@ -130,7 +134,7 @@ class CellDebugger:
         await self._ask_notebook({**request, "arguments": {"threadId": thread}})
 
     async def _ask_notebook(self, msg: Message) -> Any:
-        """Return the answer of ipykernel's debugger, for the notebook's own process."""
+        """Return the answer of ipykernel's debugger, which debugs the notebook's own process."""
         async with self._one_request:
             return await self._original(msg)
 
@@ -151,7 +155,7 @@ class CellDebugger:
     # --- requests of the front end ----------------------------------------------------------
 
     async def answer(self, original: Callable[[Message], Any], msg: Message) -> Any:
-        """Answer a request; wraps the kernel's `do_debug_request`, the `original`."""
+        """Answer a front end's request in place of the kernel's `do_debug_request`, `original`."""
         self._loop, self._original = asyncio.get_running_loop(), original
         command, arguments = msg.get("command", ""), msg.get("arguments") or {}
         shown = self._ranks.shown
@@ -253,13 +257,16 @@ class CellDebugger:
 
 
 def _choice(arguments: Message) -> tuple[int, bool] | None:
-    """Return the rank in an expression `%dist_debug -r 2 --alone`, and whether it is alone."""
+    """Return 2 and True for the expression `%dist_debug -r 2 --alone`; None for other expressions.
+
+    The second value is False without `--alone`.
+    """
     found = CHOOSE.fullmatch(str(arguments.get("expression", "")))
     return None if found is None else (int(found["rank"]), "--alone" in found["options"])
 
 
 def world_links(pools: Iterable[Any]) -> Iterator[tuple[Link, str, Mapping[int, int]]]:
-    """Yield the link of each pool that has workers, its title of a rank, and its process ids."""
+    """Yield the link of each pool with workers, a title for its ranks, and their process ids."""
     for pool in pools:
         if pool.has_workers:
             title = f"pool {pool.own_name} · rank" if pool.own_name else "rank"

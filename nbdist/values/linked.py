@@ -1,8 +1,8 @@
-"""Messages with variables, whose pickles refer to objects that the receiver already has.
+"""Writes and reads messages with variables, which refer to objects that the receiver already has.
 
-The notebook writes a message (`write`), a rank reads it (`read`).  A message has values by name,
-updates of objects that the receiver has, and the keys of the objects that are new to the receiver.
-All pickles of a message share one memo, so an object in two of the values arrives once.
+The notebook writes a message (`write`), and a rank reads it (`read`).  A message has values by
+name, updates of objects that the receiver has, and the keys of objects that are new to the
+receiver.  All pickles of a message share one memo, so an object in two of the values arrives once.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from nbdist.values.tensors import Reduced, TensorReducer, set_attributes
 from nbdist.values.updates import ObjectUpdate
 
 READ_FROM = 1 << 20
-"""From this many bytes on a pickle is read through functions in Python, so that Stop can interrupt.
+"""Pickles of this many bytes or more are read by functions in Python, which Stop can interrupt.
 
-The C code of pickle would read all bytes first; smaller pickles take only some 10 ms.
+The C code of pickle would first read all bytes.  Smaller pickles take only some 10 ms.
 """
 
 
 class ValueMessage(NamedTuple):
-    """A message for a rank, of `size` bytes; `keys` are the keys that are new to the rank."""
+    """A message for a rank; `size` is in bytes, and `keys` are keys that are new to the rank."""
 
     frames: Sequence[Buffer]
     size: int
@@ -71,9 +71,9 @@ class NotThere(LookupError):
 
 
 class CannotRebuild(Exception):
-    """Unpickling the variable `name` of a message raised the error in `__cause__`.
+    """Unpickling the variable `name` of a message has raised the error in `__cause__`.
 
-    If `name` is "", unpickling an update or another part of the message raised it.
+    If `name` is "", unpickling another part of the message, such as an update, has raised it.
     """
 
     def __init__(self, name: str) -> None:
@@ -82,7 +82,10 @@ class CannotRebuild(Exception):
 
 
 def reducer_for(namespace: dict[str, Any]) -> Reducer:
-    """Return the `Reducer` of this process, whose `__main__` is `namespace`."""
+    """Return a `Reducer`, by which a `Scan` reads the states of objects.
+
+    `namespace` is the `__main__` of this process.
+    """
     scout = Pickler(namespace, TensorReducer(sketch=True, back_to_device=False, exact=False), None)
 
     def content(value: Any) -> str:
@@ -103,11 +106,11 @@ def reducer_for(namespace: dict[str, Any]) -> Reducer:
 
 
 class _Known:
-    """The keys of the objects that the receiver has (the keys in `sent`), and of their stand-ins.
+    """The keys of objects that the receiver has, and of their stand-ins, by the id of each.
 
-    Pickling runs users' code and may collect garbage, so an object may end meanwhile, and Python
-    may give its id to a new object.  `key_of` makes sure that such an object does not count as
-    known.
+    `sent` has the keys of the objects that the receiver has.  A *stand-in* is pickled in place of
+    an object.  Pickling runs users' code and may collect garbage.  So an object may end meanwhile,
+    and Python may give its id to a new object; for such an object `key_of` returns None.
     """
 
     def __init__(self, links: Links, sent: Collection[int]) -> None:
@@ -118,14 +121,15 @@ class _Known:
         self._stand_ins: dict[int, int] = {}
 
     def add_stand_in(self, value: object, key: int) -> None:
-        """Record that `value` stands in the pickle for an object that the receiver has.
+        """Record that `value` is pickled in place of an object that the receiver has.
 
-        `value` must live as long as the pickler, since it is recorded by its id.
+        `key` is the object's key.  `value` must live as long as the pickler, since it is recorded
+        by its id.
         """
         self.keys[id(value)] = self._stand_ins[id(value)] = key
 
     def key_of(self, value: object) -> int | None:
-        """Return the key of an object if the receiver has the object; else None."""
+        """Return the key of an object or stand-in; None if the receiver lacks the object."""
         number = id(value)
         key = self.keys.get(number)
         if key is None:
@@ -145,9 +149,9 @@ class _Memory(TensorReducer):
         self.pieces: dict[int, _BlockPiece] = {}
 
     def piece_of(self, block: MemoryBlock) -> _BlockPiece:
-        """Return the stand-in of a memory block for this message.
+        """Return the stand-in that is pickled in place of a memory block; a block has only one.
 
-        If the receiver has the block, the pickle has only the block's key.
+        If the receiver has the block, only the block's key is pickled.
         """
         piece = self.pieces.get(block.key)
         if piece is None:
@@ -232,7 +236,7 @@ class _Memory(TensorReducer):
 
 
 def _keep_owner(view: memoryview, owner: Any) -> Any:
-    """Return the ctypes array behind a view, with a reference that keeps `owner` alive."""
+    """Return the ctypes array behind a view, which now keeps `owner` alive."""
     made: Any = view.obj
     made.owner = owner  # a ctypes array takes attributes
     return made
@@ -255,7 +259,7 @@ class _BlockPiece:
 class _LinkedPickler(Pickler):
     """Pickles values, with tensors and arrays as views of memory blocks.
 
-    Objects that the receiver has are pickled, too; `_ReferringPickler` pickles only their keys.
+    It also pickles objects that the receiver has; `_ReferringPickler` pickles only their keys.
     """
 
     def __init__(
@@ -267,7 +271,7 @@ class _LinkedPickler(Pickler):
         self._known_ids = known.keys
 
     def reducer_override(self, value: Any) -> Reduced:
-        """Reduce an object that is no plain built-in; pickle calls this for each such object."""
+        """Return how an object is pickled; pickle calls this for all but objects of basic types."""
         if type(value) is OrderedDict:  # saves time, because each torch module has several
             return NotImplemented
         if is_plain_array(value):
@@ -279,9 +283,9 @@ class _LinkedPickler(Pickler):
         return super().reducer_override(value)
 
     def variable_of(self, cell: types.CellType) -> Any:
-        """Return the stand-in of a variable that closures capture (a cell of Python).
+        """Return the stand-in of a variable that functions capture, a `cell` object of Python.
 
-        If the receiver has the variable, the stand-in is pickled as its key.
+        If the receiver has the variable, only its key is pickled for the stand-in.
         """
         variable = super().variable_of(cell)
         if (key := self._known.key_of(cell)) is not None:
@@ -289,7 +293,7 @@ class _LinkedPickler(Pickler):
         return variable
 
     def contents_of(self, variable: Any) -> tuple[Any, ...]:
-        """Return (value,) for a captured variable; () if it has no value or the receiver has it."""
+        """Return (value,) for a captured variable, () if it has no value or the receiver has it."""
         is_known = self._known.key_of(variable) is not None
         return () if is_known else super().contents_of(variable)
 
@@ -304,7 +308,7 @@ class _ReferringPickler(_LinkedPickler):
     def persistent_id(self, value: Any) -> int | None:
         """Return an object's key if the receiver has the object, else None.
 
-        Pickle calls this for each object; an object with a key is pickled as its key.
+        Pickle calls this for each object.  If a key is returned, only the key is pickled.
         """
         return self._known.key_of(value) if id(value) in self._known_ids else None
 
@@ -319,8 +323,8 @@ def write(
 ) -> ValueMessage:
     """Pickle values and updates for ranks that have the objects whose keys are in `sent`.
 
-    The message lists its new objects, which have a key in `states` that is not in `sent`, so that
-    the receiver can register these objects.  Raises any error that pickling raises.
+    New objects are those that have a key in `states` but not in `sent`.  The message lists them, so
+    that the receiver can register them.  Raises any error that pickling raises.
     """
     kind = _ReferringPickler if sent else _LinkedPickler
     pickler = kind(namespace, links, _Known(links, sent), sent)
@@ -353,7 +357,8 @@ def write(
     pickler.dump(MadeBy(definitions.keep_cell_sources, pickler.sources))
     frames: list[Buffer] = [pickler.file.getvalue(), *pickler.buffers]
     size = sum(memoryview(frame).nbytes for frame in frames)
-    # Frames are views of the memory of pickled objects, and the pickler keeps these objects alive.
+    # Frames are views of the memory of pickled objects.  The pickler keeps these objects alive, so
+    # the frames must keep the pickler alive.
     message = ValueMessage(_Frames(frames), size, frozenset(new))
     message.frames.pickler = pickler  # type: ignore[attr-defined]
     return message
@@ -401,8 +406,8 @@ def read(
         file = io.BytesIO(frames[0])
         source: Any = file
         if memoryview(frames[0]).nbytes >= READ_FROM:
-            # Let pickle call functions in Python, between which Stop can raise KeyboardInterrupt:
-            # C code alone would read on to the end first.
+            # Let pickle call functions in Python, in which Stop can raise KeyboardInterrupt.  Code
+            # in C alone would first read to the end.
             source = types.SimpleNamespace(
                 read=lambda size: file.read(size),
                 readline=lambda: file.readline(),
@@ -449,9 +454,9 @@ _storages: dict[int, Any] = {}
 
 
 def storage_on(root: Any) -> Any:
-    """Return a torch storage on the memory of a block.
+    """Return a torch storage on the memory of a block; `root` is the block's array or storage.
 
-    All tensors on the block get the same storage object, as long as any of them is alive.
+    All tensors on the block share one storage object, as long as any of them is alive.
     """
     import torch
 
@@ -478,7 +483,10 @@ def tensor_on(
     requires_grad: bool,  # noqa: FBT001 (arguments of a pickle have no names)
     is_parameter: bool,  # noqa: FBT001
 ) -> Any:
-    """Make a leaf tensor, or parameter, as a view of a memory block; `offset` is in bytes."""
+    """Return a leaf tensor, or a parameter, that is a view of a memory block.
+
+    `root` is the block's array or storage, and `offset` is in bytes.
+    """
     import torch
 
     storage = storage_on(root)
@@ -498,7 +506,10 @@ def array_on(
     writeable: bool,  # noqa: FBT001
     kind: type,
 ) -> Any:
-    """Make a numpy array of the class `kind` as a view of a memory block."""
+    """Return a numpy array of the class `kind` that is a view of a memory block.
+
+    `root` is the block's array or storage, and `offset` is in bytes.
+    """
     import numpy as np
 
     if not isinstance(root, np.ndarray):  # the storage of a tensor on this rank
@@ -510,7 +521,7 @@ def array_on(
 
 
 def set_own_attributes(value: Any, attributes: dict[str, Any]) -> None:
-    """Set the attributes of an array of a user's class."""
+    """Set the attributes of an array whose class is a user's."""
     value.__dict__.update(attributes)
 
 

@@ -1,7 +1,7 @@
 """Receives, changes and compares the counterparts of the notebook's objects on this rank.
 
-Runs on the main thread of each worker. `Namespace` passes the values of a task to `Counterparts`.
-Ops ask `Counterparts` which objects the rank has changed since it received them.
+Runs on the main thread of each worker. `Namespace` passes the values that come with a task to
+`Counterparts`. Ops ask `Counterparts` which objects the rank has changed since it received them.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from nbdist.wire.ops import Inspected, Replaced, type_text
 MAX_SEARCH_SECONDS = 0.1
 """Seconds after which `_variables_with` gives up its search."""
 
-FRAMES_TIMEOUT = 0.5  # seconds at a call's end, for other threads to drop the call's frames
-FRAMES_INTERVAL = 0.001  # seconds between two looks whether they have
-CALLER = "/nbdist/worker/ops/run.py"  # calls functions of the notebook
+FRAMES_TIMEOUT = 0.5  # seconds to wait, after a call, for other threads to drop its frames
+FRAMES_INTERVAL = 0.001  # seconds between two checks whether they have dropped the frames
+CALLER = "/nbdist/worker/ops/run.py"  # the end of the path of the file that calls functions
 
 PAGES_FROM_BYTES = 4 << 20
-"""Memory of this size or more is first checked by `are_written`.
+"""From this size on, `are_written` checks memory before its contents are compared.
 
-Comparing the contents of that much memory takes longer than this check.
+Comparing that much memory would take longer than the check.
 """
 
 
@@ -84,8 +84,8 @@ class Counterparts:
         self._digests: dict[int, str] = {}
         self._sent_values: dict[str, Identity] = {}
         self._orphans: set[int] = set()  # keys of objects that have ended in the notebook
-        # By key, objects that the notebook's messages have removed from variables or containers of
-        # this rank. The notebook may send them again, so they are kept alive.
+        # By key, objects that messages of the notebook have removed from variables or containers of
+        # this rank. The notebook may refer to them again, so they are kept alive.
         self._retained: dict[int, Any] = {}
         self._released: list[Any] = []  # objects that `forget` has taken from `_retained`
         self._pinned: list[Any] = []  # all objects with a key, between two tasks
@@ -101,7 +101,7 @@ class Counterparts:
     def read(self, frames: Sequence[Buffer]) -> ReceivedMessage:
         """Rebuild the values of a message, without changing any object or variable of this rank.
 
-        Raises NotThere if the message refers to an object that has ended here, and CannotRebuild if
+        Raise NotThere if the message refers to an object that has ended here, and CannotRebuild if
         a value cannot be rebuilt.
         """
         arrived = read(frames, self._find, self._names)
@@ -111,9 +111,9 @@ class Counterparts:
         return arrived
 
     def accept(self, arrived: ReceivedMessage) -> None:
-        """Register the new objects of a message by key, and apply its changes to older objects.
+        """Register the new objects of a message, and apply its changes to objects of this rank.
 
-        `read` has made the message. The variables are not bound.
+        `arrived` is the result of `read`. No variables are bound.
         """
         for key, digest, root in arrived.blocks:
             address = root.__array_interface__["data"][0]
@@ -131,10 +131,10 @@ class Counterparts:
         self._record_versions(tensors)
 
     def accept_lent(self, arrived: ReceivedMessage) -> None:
-        """Accept the arguments of a call, as `accept` does.
+        """Accept a message with the arguments of a call, as `accept` does.
 
-        Objects that are new in these arguments should be freed after the call. `pop_ended_keys`
-        therefore collects reference cycles that keep them alive.
+        Objects that are new in the message should be freed after the call. If reference cycles keep
+        them alive, `pop_ended_keys` therefore collects garbage.
         """
         self.accept(arrived)
         self._lent_keys += [key for key, _, _ in arrived.objects]
@@ -173,10 +173,10 @@ class Counterparts:
     def _retain(self, keys: Iterable[int]) -> None:
         """Keep objects alive that the notebook has removed from this rank but still has itself.
 
-        The rank may have changed these objects, and the notebook may send them again under another
-        name. If an object has ended in the notebook, only the objects in it that the rank has
-        changed are kept. Unchanged objects, such as the memory of batches, are not worth keeping:
-        the notebook can send them again.
+        The rank may have changed these objects, and the notebook may bind them here again, under
+        another name. If an object has ended in the notebook, it is not kept itself. Of the objects
+        in it, only those are kept that the rank has changed. The notebook can send unchanged
+        objects, such as the memory of batches, again.
         """
         below: set[int] = set()
         for key in keys:
@@ -197,9 +197,9 @@ class Counterparts:
         return () if state is None else state.children
 
     def _write_block(self, key: int, contents: Any) -> None:
-        """Write new contents into the memory that has this key, unless that memory has ended."""
+        """Write new contents into the memory that has this key; do nothing if it has ended."""
         root = self._find(key)
-        # No tensor has this memory any more, so each tensor's own update copies the data.
+        # No tensor has this memory any more: updates of the tensors themselves bring the data.
         if root is None:
             return
         new = np.frombuffer(contents, np.uint8)
@@ -226,11 +226,11 @@ class Counterparts:
     # --- releasing ----------------------------------------------------------------------------
 
     def forget(self, keys: Iterable[int]) -> None:
-        """Stop keeping objects alive that have ended in the notebook; `keys` are their keys.
+        """Release objects that have ended in the notebook; `keys` are their keys.
 
-        The objects stay until `end_idle`, because a message of the same task may refer to their
-        memory. An object that something else keeps alive afterwards keeps its key, because the
-        states of other objects refer to this key.
+        The objects stay alive until `end_idle`, because a message of the same task may refer to
+        their memory. If something else keeps an object alive after that, the object keeps its key,
+        because the states of other objects refer to the key.
         """
         ended_keys = {*keys}
         self._orphans |= ended_keys
@@ -240,9 +240,9 @@ class Counterparts:
         self._retain(released)
 
     def forget_sent_value(self, name: str) -> None:
-        """Forget which value the notebook has sent for a variable.
+        """Forget the value that the notebook has sent for a variable.
 
-        Called for each variable that a task has bound or deleted.
+        This is called for each variable that a task has bound or deleted.
         """
         self._sent_values.pop(name, None)
 
@@ -263,23 +263,23 @@ class Counterparts:
     def pop_ended_keys(self) -> tuple[int, ...]:
         """Return the keys of objects that have ended here since the last call.
 
-        Keys of objects that had ended in the notebook before are left out. All other objects are
-        kept alive until `end_idle`: the outcome of a task reports which objects have ended, and the
-        next task may refer to all others. So nothing may end an object between two tasks, neither
-        garbage collection nor a thread that drops a frame of the task.
+        Keys of objects that had ended in the notebook before are left out. All objects that are
+        alive now are kept alive until `end_idle`. The notebook learns the returned keys, and the
+        next task may refer to all other objects. So no object may end between two tasks, neither by
+        garbage collection nor by a thread that drops a frame of the task.
         """
         self._pinned = []
         self._record_altered_memory()
-        # Python has no weak references to lists and dicts. So `links` keeps them alive, until
+        # Python allows no weak references to lists and dicts. So `links` keeps them alive until
         # `drop_unused` finds that nothing else refers to them.
         self.links.drop_unused(self._record_altered_containers)
         if any(map(self._is_left, self._lent_keys)):
             # Reference cycles may keep the arguments of a call alive on one rank and not on
-            # another. The next call would use the changed objects on the one rank, and new objects
-            # on the other. So collect the cycles.
+            # another. The next call would use the changed objects on one rank, and new objects on
+            # the other. So collect the cycles.
             gc.collect()
             self.links.drop_unused(self._record_altered_containers)
-            if self._wait_for_frames():  # the frames may have been a part of cycles
+            if self._wait_for_frames():  # cycles may have contained these frames
                 gc.collect()
                 self.links.drop_unused(self._record_altered_containers)
         self._lent_keys = []
@@ -298,9 +298,9 @@ class Counterparts:
     def _wait_for_frames(self) -> bool:
         """Wait until other threads hold no frames that keep arguments of the present call alive.
 
-        Threads hold frames for a moment, such as the control thread that looks for the main
-        thread's position, or a profiler. As with reference cycles, the next call would otherwise
-        use the changed objects on this rank alone. Return True if frames were held.
+        The control thread, when it looks up the main thread's position, and profilers hold such
+        frames for a moment. Without the wait, the next call would use the changed objects on this
+        rank alone. Return True if frames were held.
         """
         deadline, has_waited = time.monotonic() + FRAMES_TIMEOUT, False
         while any(map(self._is_left, self._lent_keys)) and time.monotonic() < deadline:
@@ -324,8 +324,8 @@ class Counterparts:
     def pop_lost_keys(self) -> tuple[int, ...]:
         """Return the keys of memory and containers that this rank had changed and that have ended.
 
-        Each key is returned once. The key of a tensor's memory is missing if one task both changed
-        the memory and dropped the tensor, because the version of a freed tensor cannot be read.
+        Each key is returned once. If one task both changed a tensor's memory and freed the tensor,
+        the key of the memory is missing, because the version of a freed tensor cannot be read.
         """
         lost, self._lost_keys = self._lost_keys, []
         return tuple(lost)
@@ -343,22 +343,23 @@ class Counterparts:
                 self._altered_keys.update(state.children)
 
     def _record_altered_containers(self, entries: Iterable[Any]) -> None:
-        """Record which unused containers the rank has changed, before `links` drops them."""
+        """Record which of these containers the rank has changed; `links` drops them after that."""
         for key, state in self._read_states(entries).items():
             if key in self._states and self._states[key] != state:
                 self._altered_keys.add(key)
 
     def end_idle(self) -> None:
-        """Drop the objects that `forget` has released, and those that `pop_ended_keys` keeps."""
+        """Stop keeping the objects of `forget` and `pop_ended_keys` alive, when a task begins."""
         self._pinned = []
         self._released.clear()
 
     # --- comparing ----------------------------------------------------------------------------
 
     def inspect(self, objects: Mapping[int, ChangedParts], names: Iterable[str]) -> Inspected:
-        """Return which parts of objects this rank has changed, and facts on the values of `names`.
+        """Return which parts of objects this rank has changed, and facts about variables.
 
-        `objects` has by key the parts that are asked about, None for any part.
+        `objects` has by key the parts that the question is about, None for all parts. `names` are
+        the variables. Only those that this rank has are described.
         """
         changed, ended = self._find_changes(objects)
         found_values = {}
@@ -370,9 +371,9 @@ class Counterparts:
         return Inspected(changed, found_values, tuple(ended))
 
     def is_changed(self, name: str) -> bool:
-        """Return True unless a variable still has the value that the notebook sent, unchanged.
+        """Return False if a variable still has the object that the notebook sent, unchanged.
 
-        A value counts as changed if any object in it has changed.
+        Return True in all other cases. An object counts as changed if any object in it has changed.
         """
         value, sent_value = self._names.get(name), self._sent_values.get(name)
         if sent_value is None or not sent_value.is_still(value):
@@ -439,10 +440,10 @@ class Counterparts:
         return scan.states
 
     def _variables_with(self, name: str, value: Any) -> list[str]:
-        """Return other variables than `name` from which references lead to a value.
+        """Return the variables, other than `name`, from which references lead to a value.
 
-        Of a torch module, references to its parameters count too. The search has a time limit, so
-        variables may be missing.
+        If the value is a torch module, references to its parameters count too. The search has a
+        time limit, so variables may be missing.
         """
         if is_atomic(value) or isinstance(value, types.ModuleType | types.FunctionType | type):
             return []
@@ -493,7 +494,7 @@ class Counterparts:
         """Give objects that came from a rank or a file the keys that they had there.
 
         `substitutes` has, by the id of a new object, the old object of this rank that was made
-        equal to it. Then the old object gets the key. Return the keys of the objects, and of the
+        equal to it and that gets the key in its place. Return the keys of the objects, and of the
         memory of tensors.
         """
         keys = []
@@ -557,10 +558,11 @@ class Counterparts:
     def replace(
         self, values: Mapping[str, Any], keyed: Iterable[Keyed] = ()
     ) -> tuple[dict[int, Any], dict[str, Replaced]]:
-        """Give variables new values; change an old value of the same structure in place instead.
+        """Give variables new values, if possible by changing their old values in place.
 
-        Return, by the id of a new object, the old object that was made equal to it. Return also, by
-        name, facts on old values that could not be changed in place, except numbers and texts.
+        An old value is changed in place if it has the same structure as the new value. Return, by
+        the id of a new object, the old object that was made equal to it. Return also, by name,
+        facts about old values that could not be changed in place, except numbers and texts.
         """
         pairs = {
             name: (self._names[name], value)
@@ -610,10 +612,10 @@ def _merge_received(
 ) -> ObjectState:
     """Return the state to record for an object, parts of which an update has changed.
 
-    `before` and `after` are the object's states around the update, and `earlier` is the state that
-    was recorded last. Parts that the update has not changed stay as in `earlier`, so that the
-    rank's own changes still count as changes. If a state is unknown or has no parts, return
-    `after`.
+    `before` and `after` are the object's states before and after the update, and `earlier` is the
+    state that was recorded last. Parts that the update has not changed stay as in `earlier`, so
+    that the rank's own changes still count as changes. If a state is unknown or has no parts,
+    return `after`.
     """
     if before is None or earlier is None:
         return after
@@ -647,11 +649,11 @@ _PRESENT, _SWAPPED, _OF_A_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 
 
 def are_written(address: int, size: int) -> bool:
-    """Return True if this process may have written to this memory since it was mapped.
+    """Return False if this process has certainly not written to this memory since it was mapped.
 
-    The memory is a private mapping of a file: Linux copies a page of it once the process writes to
-    the page. Also return True if Linux does not tell, or if the process has written only to other
-    data on the first or last page.
+    The memory is a private mapping of a file. Linux copies a page of it once the process writes to
+    the page. So return True if the process has written to any data on the memory's pages, and also
+    if Linux does not give this information.
     """
     first, last = address // mmap.PAGESIZE, -(-(address + size) // mmap.PAGESIZE)
     try:

@@ -1,7 +1,7 @@
 """Debugs a worker by debugpy, only while the notebook's debugger is switched on.
 
-The agent asks the control thread to `open` the debugger, and connects to the returned socket.  The
-socket is a Unix socket in the world's private folder, so that no port is opened and no other user
+The agent asks the control thread to `open` the debugger on a Unix socket, and then connects to the
+socket.  The socket is in the world's private folder, so that no port is opened and no other user
 can connect; it accepts a single connection.  The agent passes messages of the Debug Adapter
 Protocol between this socket and the notebook (`nbdist.agent.debugger_relay`).
 """
@@ -44,11 +44,11 @@ class RankDebugger:
         return self._session is not None
 
     def open(self, path: str, loop: asyncio.AbstractEventLoop) -> None:
-        """Listen at `path` for one connection, which a new session then serves.
+        """Listen at the socket `path` for one connection, which a new session then serves.
 
-        `loop` is the main thread's.  Closes the connection of the last session first, and waits up
-        to `CLOSE_TIMEOUT` until that session has ended.  Raises CannotDebug if it has not, if
-        debugpy is not installed, or if user code uses debugpy.
+        `loop` is the main thread's event loop.  First closes the connection of the last session,
+        and waits up to `CLOSE_TIMEOUT` seconds for that session to end.  Raises CannotDebug if it
+        does not end in time, if debugpy is not installed, or if user code uses debugpy.
         """
         with self._open_lock:
             self._end_last_session()
@@ -87,8 +87,8 @@ class RankDebugger:
                 os.unlink(path)
         self._connection = connection
         try:
-            # Before the first request is answered: a task that begins after the last answer has to
-            # find the session, or it would run without the breakpoints.
+            # Set `_session` before the first request is answered.  The notebook sends a task once
+            # its requests are answered, and the task must find the session and its breakpoints.
             self._session = session = debugpy.DebugSession()
             try:
                 session.connect(connection)
@@ -98,21 +98,22 @@ class RankDebugger:
                 session.end()
         finally:
             if self._loop is not None:
-                # While a task runs, its `end_task` does the same.
+                # This runs on the main thread between tasks.  If a task runs now, `end_task` does
+                # the same at the end of the task.
                 with suppress(RuntimeError):  # the loop is closed: the worker exits
                     self._loop.call_soon_threadsafe(debugpy.stop_tracing)
             self._connection = None
             connection.close()
 
     def begin_task(self) -> None:
-        """Trace the main thread in the task that begins, if the debugger is on."""
+        """Trace the main thread, on which a task begins; if the debugger is off, stop tracing."""
         if (session := self._session) is not None:
             session.begin_task()
         elif self._thread is not None:
             debugpy.stop_tracing()
 
     def record_stop(self) -> None:
-        """Stop at no breakpoint until the task has ended, as Stop has been pressed.
+        """Let the rank stop at no breakpoint until its task has ended, because Stop was pressed.
 
         Called by the handler of SIGINT, on the main thread.
         """
@@ -120,19 +121,25 @@ class RankDebugger:
             self._session.pause_tracing()
 
     def record_abort(self) -> None:
-        """Stop at no exception until the task has ended: aborted collectives will raise some."""
+        """Let the rank stop at no exception for now, because its aborted collectives raise some.
+
+        This holds until the notebook sets the exception breakpoints again.
+        """
         if self._session is not None:
             self._session.ignore_exceptions()
 
     def end_task(self) -> None:
-        """Drop what the task has left in the debugger, on the main thread."""
+        """Let the main thread run freely again after a task; called on the main thread."""
         if (session := self._session) is not None:
             session.end_task()
         elif self._thread is not None:
             debugpy.stop_tracing()
 
     def stop_at(self, frame: FrameType | None) -> bool:
-        """Stop in a frame as at a breakpoint; return False if the debugger is off."""
+        """Stop in a frame as at a breakpoint, and return True once the user lets the rank go on.
+
+        Returns False at once if the debugger is off.
+        """
         if (session := self._session) is None:
             return False
         session.stop_at(frame)

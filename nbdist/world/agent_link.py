@@ -1,8 +1,8 @@
 """The connection from the notebook's process to the agent or head of a world.
 
-`AgentConnection` has the link of a world.  A thread of the link sends and receives all messages;
-other threads only wait for queues and futures.  So a KeyboardInterrupt in the main thread cannot
-break off the sending or receiving of a message.
+`AgentConnection` has the link of a world.  One thread, which the link owns, sends and receives all
+messages; other threads only wait for queues and futures.  So a KeyboardInterrupt in the main thread
+cannot break off the sending or receiving of a message.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ LinkEvent = messages.RankOutput | BatchAcknowledged | WorldNotice | AgentLost
 class Link:
     """A connection to the agent or head of a world.
 
-    `arrived` has the events that the consumer has yet to handle; replies to calls are not among
-    them.  `idle_signal` is a descriptor for an event loop: it becomes readable after an event that
-    can come while no cell runs, and with `signals_all_messages` after every event.
+    `arrived` has the events that the consumer, `nbdist.world.inbox`, has yet to handle; replies to
+    calls are not among them.  `idle_signal` is a descriptor for an event loop.  It becomes readable
+    after an event that must be handled even while no cell runs, and after every event if
+    `signals_all_messages` is True.
     """
 
     def __init__(
@@ -120,9 +121,10 @@ class Link:
         self._thread = threading.Thread(target=self._run, name="nbdist-link", daemon=True)
 
     def open(self) -> None:
-        """Start the agent, or use the agent of `take_over`, on the link's thread; return at once.
+        """Start the link's thread, which starts the agent; return at once.
 
-        The caller has to call `close` or `detach` in the end, also if `open` was interrupted.
+        `take_over` calls this for an agent that is running already.  The caller has to call `close`
+        or `detach` in the end, even if this call was interrupted.
         """
         # The link's thread starts the process, so that no KeyboardInterrupt can come between the
         # start and the assignment to `_agent`.
@@ -140,7 +142,7 @@ class Link:
 
     @property
     def agent(self) -> AgentHandle:
-        """The process that serves the world; do not read this before that process has started."""
+        """The process that serves the world; read this only once that process has started."""
         assert self._agent is not None
         return self._agent
 
@@ -154,10 +156,11 @@ class Link:
     ) -> Reply:
         """Send a request and return the reply.
 
-        Raises StartError if the agent did not start or has another version, AgentLost if the agent
-        ends or does not reply within `timeout`, and KeyboardInterrupt after `patience` seconds.
+        Raises StartError if the agent did not start or has another version of nbdist.  Raises
+        AgentLost if the agent ends, or does not reply within `timeout` seconds, and
+        KeyboardInterrupt after `patience` seconds.
         """
-        # Wait in ticks: a Stop that comes just as a wait begins interrupts only the next wait.
+        # Wait in short steps: if Stop comes as a wait begins, it interrupts only the next wait.
         calling = self.calling(request, timeout, tick=min(CALL_TICK, patience))
         end = time.monotonic() + patience
         while time.monotonic() < end:
@@ -171,9 +174,10 @@ class Link:
     def calling(
         self, request: RequestBody, timeout: float = CALL_TIMEOUT, tick: float = CALL_TICK
     ) -> Generator[Starting, None, Reply]:
-        """Send a request and return the reply, as `call` does without `patience`.
+        """Send a request; return the reply as the generator's value.
 
         Until the reply comes, yield the progress of the workers' start every `tick` seconds.
+        Raises StartError and AgentLost as `call` does.
         """
         self.check_process()
         self._starting = Starting(0)
@@ -220,7 +224,7 @@ class Link:
         return answer
 
     def send(self, message: messages.Down) -> None:
-        """Let the link's thread send a message; for a request with a reply use `call` or `ask`."""
+        """Have the link's thread send a message; for a request with a reply use `call` or `ask`."""
         self._is_remembered |= isinstance(message, messages.HandoverState)
         self._waiting.append(message)
         _write_to(self._wake_end)
@@ -245,11 +249,12 @@ class Link:
         self._bell.put(None)
 
     def acknowledge(self, batch: BatchAcknowledged) -> None:
-        """Acknowledge a batch of outputs, once, even if Stop makes the consumer repeat the call.
+        """Acknowledge a batch of outputs; a second call for the same batch does nothing.
 
-        A single acknowledgement waits until another message is sent or received, since the agent
-        may have several batches in flight.  In a world that can be detached the acknowledgement is
-        sent at once, because the next notebook gets all batches that were not acknowledged.
+        Stop can make the consumer repeat the call.  A single acknowledgement is sent with the next
+        message that is sent or received, since the agent may have several batches in flight.  In a
+        world that can be detached it is sent at once, because the next notebook gets all batches
+        that were not acknowledged.
         """
         if batch is not self._last_received:
             self._last_received = batch
@@ -277,7 +282,7 @@ class Link:
         return leftovers
 
     def detach(self) -> None:
-        """Close the link: an agent with the `detach` option keeps running, another agent exits."""
+        """Close the link.  An agent with the option `detach` keeps running, any other exits."""
         if self._closing or os.getpid() != self.pid:
             return
         self._closing = self._is_detached = True
@@ -291,7 +296,7 @@ class Link:
         # The thread ends soon, because the agent has ended or the link is detached.
         if self._thread.is_alive():
             self._thread.join(THREAD_TIMEOUT)
-        # Close the socket before the agent's descriptors, so that the agent gets the last messages
+        # Close the socket first, then the agent's descriptors.  So the agent gets the last messages
         # before it notices the end of this notebook.
         self._socket.close(DETACH_LINGER if self._is_detached else 0)
         self._context.term()
@@ -389,8 +394,8 @@ class Link:
                 if (answer := self._answers.get(number)) is not None:
                     answer.set_result(reply)
             case messages.Outputs(items):
-                # A `BatchAcknowledged` marks the end of the batch; the consumer passes this object
-                # to `acknowledge`.
+                # This object marks the end of the batch in `arrived`; the consumer passes it to
+                # `acknowledge`.
                 self._add_arrived(*items, BatchAcknowledged())
             case Starting() as starting:
                 self._starting = starting
@@ -423,7 +428,7 @@ def _lost(agent: AgentHandle) -> AgentLost:
 
 
 def _write_to(descriptor: int) -> None:
-    """Make a pipe readable, unless it is closed; a full pipe is readable already."""
+    """Write to a pipe, so that its other end becomes readable; do nothing if it is closed."""
     if descriptor != CLOSED:
         with suppress(BlockingIOError):
             os.write(descriptor, b"x")

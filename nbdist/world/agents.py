@@ -1,7 +1,7 @@
 """Starts, finds and queries the agents and heads that serve worlds, and attaches to them.
 
 Runs in the notebook's process and in the `nbdist` command.  A `Link` uses an `AgentProcess` that
-was started for it, or an `AttachedAgent` that another process has started.  Both stand for this
+it has started, or an `AttachedAgent` that another process has started.  Both stand for this
 machine's agent, or for the head of several machines.
 """
 
@@ -32,7 +32,7 @@ from nbdist.wire.queries import QUERY_SOCKET, WorldInfo
 from nbdist.wire.spec import difference, versions_here
 from nbdist.words import one_line
 
-NEEDED = 20  # files: a link keeps 16 open in the notebook's process, and a few are read at times
+NEEDED = 20  # open files: a link keeps 16 in the notebook's process, and others are read at times
 
 
 def require_open_files() -> None:
@@ -60,7 +60,7 @@ def launcher_names() -> list[str]:
 
 
 def module_of(launcher: str) -> str:
-    """Return the module that serves a world with this launcher: an agent's or a head's.
+    """Return the name of the module, of an agent or a head, that serves a world of this launcher.
 
     Raises UsageError if there is no such launcher, or if the head's module is not installed.
     """
@@ -109,10 +109,10 @@ class RunningWorld:
 
 
 class Asking:
-    """A question that was sent on a new connection to a world's query socket.
+    """A question to a world, which the constructor sends on a new connection to its query socket.
 
-    `process` is the id of the process at the other end.  Raises OSError if the question cannot be
-    sent.
+    `process` is the id of the process at the other end.  The constructor raises OSError if the
+    question cannot be sent.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Asking:
 def ask_all(
     question: queries.Describe | queries.DescribeRanks, timeout: float
 ) -> list[RunningWorld]:
-    """Ask this user's worlds on this machine; return the worlds that answer within `timeout`."""
+    """Ask all worlds of this user on this machine; return those that answer within `timeout`."""
     running_worlds = []
     with ExitStack() as opened:
         calls: dict[Path, Asking] = {}
@@ -176,8 +176,8 @@ def find_by_name(
 ) -> RunningWorld:
     """Return the only world in `choices` that is called `name`; UsageError if none or several are.
 
-    With `detached_first`, worlds that a notebook uses count only if no detached world is called so.
-    `command` is for the error message.
+    With `detached_first`, worlds that a notebook uses are left out if a detached world has this
+    name.  `command` is for the error message.
     """
     chosen = [each for each in choices if each.is_called(name)]
     if detached_first:
@@ -199,9 +199,10 @@ def find_by_name(
 
 
 def find_attachable(choices: Sequence[RunningWorld], name: str | None) -> RunningWorld:
-    """Return the world that is called `name`, or without a name the only detached world.
+    """Return the world that is called `name`; if `name` is None, the only detached world.
 
-    Raises UsageError unless there is exactly one such world, and this process can take it over.
+    Raises UsageError if there is no such world, if there are several, or if this process cannot
+    take the world over.
     """
     free, command = [each for each in choices if each.is_detached], "%dist_attach"
     if name is not None:
@@ -278,10 +279,10 @@ def _possible_folders() -> Iterator[Path]:
 
 
 class AttachedAgent:
-    """An agent that another process has started, and that serves this process now."""
+    """An agent or head that another process has started, and that serves this process now."""
 
     def __init__(self, world: RunningWorld, socket: str) -> None:
-        """Ask the world to connect to the notebook's `socket`; raises UsageError if it refuses."""
+        """Ask the world to connect to this process's `socket`; raise UsageError if it refuses."""
         self.host, self.command = world.info.host, f"the agent of world {world.name}"
         try:
             with ExitStack() as opened:
@@ -348,7 +349,7 @@ class AgentProcess(Child):
         return [*super().last_lines(), *self._oom_kills.text(self.exit_code() or 0).splitlines()]
 
     def end(self, timeout: float) -> None:
-        """Close stdin, so that the agent exits; kill the agent if it does not exit in `timeout`.
+        """Close stdin, so that the agent exits; after `timeout` seconds kill the agent.
 
         If the guard does not exit after that, kill the guard.  The descriptor that `fileno` returns
         stays open.

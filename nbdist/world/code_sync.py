@@ -1,8 +1,8 @@
 """Copies the code in the notebook's folder to nodes that do not share the folder: `--sync-code`.
 
 Runs in the notebook's process.  Before a cell is sent, `CodeSync` lists the files in the folder.
-If a file has changed, nodes get all files in one archive, unless they have an archive with the same
-digest (`nbdist.agent.code_folder`).
+If a file has changed, all files are sent in one archive.  Nodes that have an archive with the same
+digest get nothing (`nbdist.agent.code_folder`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nbdist.words import size_text
 
 MAX_SYNC_BYTES = 64 << 20  # the most bytes of all files together
 MAX_SEARCHED_FILES = 50_000  # the most files and folders to search if git does not list the files
-FRESH = 2 * 10**9  # nanoseconds after a change in which a second change may not change the times
+FRESH = 2 * 10**9  # nanoseconds; two changes of a file within this time may leave equal times
 NAMED = 3  # the most files that an error names
 BRING_TIMEOUT = 1200.0  # seconds; must exceed a head's time to send the files to its machines
 GIT_TIMEOUT = 10.0  # seconds for git to list the files
@@ -39,7 +39,7 @@ GIT = ("git", "--no-pager", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=
 GIT_ENVIRON = {"GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none"}
 
 QUIET = re.compile(r"(.*/)?(__pycache__|\.ipynb_checkpoints)/.*|.*\.ipynb")
-"""Files that no rank needs, and that change when the notebook is saved or imports a module."""
+"""Paths of files that no rank needs, and that change when the notebook is saved or imports code."""
 
 SKIPPED_FOLDERS = re.compile(r"\..*|__pycache__|node_modules")
 """Folders that are not searched if git does not list the files."""
@@ -52,9 +52,9 @@ Asks = Callable[[GetCode | PutCode, float], Generator[Starting, None, CodeHeld]]
 
 
 class CodeSync:
-    """The code in the notebook's folder, as the nodes of a world have it.
+    """Sends the code in the notebook's folder to the nodes of a world.
 
-    `is_shared` is True once all nodes are known to see the folder itself.
+    `is_shared` is True once all nodes are known to share the folder, so that they need no copy.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,7 +64,7 @@ class CodeSync:
         self._sent_at = 0  # nanoseconds since 1970
 
     def forget(self) -> None:
-        """Forget which files were sent, and that nodes share the folder; for a new agent."""
+        """Forget which files were sent, and whether nodes share the folder, before a new agent."""
         self._sent_files, self.is_shared = {}, False
 
     def send_changes(self, asks: Asks, *, to_new: bool = False) -> Generator[Starting, None, None]:
@@ -78,7 +78,7 @@ class CodeSync:
         try:
             os.stat(self.folder)  # raises if the folder was removed
             now, files = time.time_ns(), dict(_files_in(self.folder))
-            # A file that changed just before it was sent may have changed again with equal times.
+            # A file that changed just before it was sent may have changed since with equal times.
             is_fresh = any(abs(self._sent_at - each[0]) < FRESH for each in files.values())
             if files == self._sent_files and not (to_new or is_fresh):
                 return
@@ -88,7 +88,8 @@ class CodeSync:
             archive = archive_of(self.folder, files)
         except OSError as error:
             raise CodeNotSent("", f"{error.filename or self.folder}: {error.strerror}") from None
-        # The landmark is the file that changed longest ago, as other machines may see changes late.
+        # The landmark is a file by which nodes find out whether they share the folder.  It is the
+        # file that changed longest ago, because other machines may see changes late.
         oldest = min(files, key=lambda path: files[path][1], default="")
         digest = blake2b(archive, digest_size=16).hexdigest()
         landmark = Landmark.of(f"{self.folder}/{oldest}")
@@ -117,10 +118,11 @@ def _too_large(stamps: Mapping[str, Stamp]) -> str:
 
 
 def _files_in(folder: Path, above: str = "") -> Iterator[tuple[str, Stamp]]:
-    """Yield path and `Stamp` of each file to send: files that git lists, or else Python files.
+    """Yield the path and `Stamp` of each file to send.
 
-    `QUIET` files are left out.  `above` is put in front of each path.  A repository in the folder,
-    such as a submodule, is searched in the same way.
+    If git knows the folder, these are the files that git lists; if not, the Python files.  `QUIET`
+    files are left out.  `above` is put in front of each path.  A repository in the folder, such as
+    a submodule, is searched in the same way.
     """
     paths = _known_to_git(folder)
     for path in sorted({*(_python_files(folder) if paths is None else paths)}):
@@ -169,9 +171,10 @@ def _python_files(folder: Path) -> Iterator[str]:
 
 
 def archive_of(folder: Path, paths: Iterable[str]) -> bytes:
-    """Return a tar archive of those files in `paths` that exist; raises OSError.
+    """Return a tar archive of those files in `paths` that exist.
 
-    The archive has no times and owners, so that equal files give an equal digest.
+    The archive has no times and owners, so that equal files give an equal digest.  Raises OSError
+    if a file cannot be read.
     """
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
@@ -199,11 +202,11 @@ LEFT_OUT = (
 def missing_text(
     message: str, host: str, folder: Path, path: Sequence[str], code: CodeSync | None
 ) -> str:
-    """Return a text on where the notebook has what is missing on `host`, and what helps.
+    """Return a text about a module or file that `host` lacks: where it is, and what helps.
 
-    `message` is the error of a rank on `host`.  Returns "" if the error does not say that a module
-    or file is missing, or if nothing is known that helps.  `folder` is the notebook's folder,
-    `path` its `sys.path`.  `code` is None without `--sync-code`.
+    `message` is the message of a rank's error on `host`.  Returns "" if it does not say that a
+    module or file is missing, or if nothing is known that helps.  `folder` is the notebook's
+    folder, and `path` its `sys.path`.  `code` is None without `--sync-code`.
     """
     match = _MISSING_FILE.search(message)
     if match is None:

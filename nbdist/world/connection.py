@@ -1,6 +1,7 @@
-"""The connection of a world to its agent, and what another notebook needs to take the world over.
+"""The connection of a world to its agent.
 
-Runs in the notebook's process, on the thread that made the world; `request` on any thread.
+The connection also sends the agent the data with which another notebook can take the world over.
+Runs in the notebook's process, on the thread that made the world.  Any thread may call `request`.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ from nbdist.world.task_run import TaskRun
 def handover_state(
     config: WorldConfig, patience: Patience, setup: Mapping[str, Task]
 ) -> HandoverState:
-    """Return the data that another notebook needs to take a world over.
+    """Return the data with which another notebook can take a world over.
 
-    The config names the launcher, because the other notebook may have another default.
+    `setup` has the set-up cells by their keys.  The returned config names the launcher, because the
+    other notebook may have another default.
     """
     config = replace(config, launcher=config.launcher_name)
     return HandoverState(config, patience, (*setup.items(),))
 
 
 class AgentConnection:
-    """The link to a world's agent, from the agent's start to its end, and the last hand-over.
+    """The link to a world's agent, from the agent's start to its end.
 
-    `lost` is the error about an agent that has ended by itself.  Any thread may set
+    `lost` is the error about an agent that has ended by itself, else None.  Any thread may set
     `kernel_exiting` when this process is about to end.
     """
 
@@ -67,11 +69,11 @@ class AgentConnection:
         return self.link_or_none is not None and self.link_or_none.is_up
 
     def adopt(self, link: Link) -> None:
-        """Use the agent of this link for the next start, instead of a new agent."""
+        """Use this link, whose agent then starts the workers of the next start."""
         self.link_or_none = link
 
     def detach(self) -> Link | None:
-        """Remove and return the link, for the caller to close; None without a link."""
+        """Remove and return the link, which stays open; return None if there is no link."""
         link, self.link_or_none = self.link_or_none, None
         return link
 
@@ -84,14 +86,14 @@ class AgentConnection:
         return link.close() if link is not None else ""
 
     def forget_loss(self) -> None:
-        """Forget that an agent was lost, and the last hand-over, before new workers are started."""
+        """Set `lost` to None before new workers start; let the next `hand_over` send all data."""
         self.lost, self._handed_over = None, HandoverState()
 
     def hand_over(self, config: WorldConfig, patience: Patience, setup: Mapping[str, Task]) -> None:
-        """Send the agent the data that another notebook needs to take the world over.
+        """Send the agent the data with which another notebook can take the world over.
 
         `setup` has the set-up cells by their keys.  Does nothing without a link, if the world
-        cannot be detached, or if the agent has the data.
+        cannot be detached, or if the agent has got the same data before.
         """
         may_be = config.detach or self._handed_over.config.detach
         if self.link_or_none is None or not self.is_up or not may_be:
@@ -118,7 +120,7 @@ class AgentConnection:
             running.prompts.answered(rank, time.monotonic())
 
     def refuse_prompts(self, running: TaskRun) -> None:
-        """Answer all open prompts with the error that this front end cannot ask for input."""
+        """Answer all open prompts of a task: `input` raises on the ranks, as nobody can type."""
         for rank in running.prompts.ranks:
             number = running.prompts[rank].number
             self.link.send(SendInput(rank, InputReply(number, problem=NO_INPUT)))
@@ -132,6 +134,9 @@ class AgentConnection:
         )
 
     def release_lent_values(self, task: Task, ranks: Iterable[int]) -> None:
-        """Let ranks release the values that they hold for a task, returned or not bound yet."""
+        """Let ranks release memory that they hold for a task.
+
+        This is the memory of values that they have returned, or that they were to bind later.
+        """
         if lent := tuple(ranks):
             self.link.send(ReleaseRankValues(task.id, lent))

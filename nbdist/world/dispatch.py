@@ -37,12 +37,13 @@ def submit(
     patience: Patience | None = None,
     shipped: Mapping[int, Parcel] | None = None,
 ) -> TaskRun:
-    """Send a task to its ranks, after healing a broken group; do not wait for the task's end.
+    """Send a task to its ranks, and return without waiting for the task's end.
 
-    Other ranks may run another task meanwhile.  `shipped` has by rank the names and objects
-    that the task brings to the rank.  If the task cannot run, the task is not sent, and an
-    error says why, such as WorldNotStarted, WorldBusy, WorkerDied, WorldBroken, AgentLost or
-    CodeNotSent.
+    In a notebook, first waits until the ranks are free.  Heals a broken group if no rank runs a
+    task.  Other ranks may run another task meanwhile.  `patience` is by default the world's.
+    `shipped` has by rank the names and objects that the task brings to the rank.  If the task
+    cannot run, nothing is sent, and an error says why: WorldNotStarted, WorldBusy, WorkerDied,
+    WorldBroken, AgentLost or CodeNotSent.
     """
     inbox.receive_waiting(engine)
     engine.hooks.wait_until_free(task.ranks)
@@ -61,8 +62,8 @@ def submit(
 def attempts(task: Task, max_restarts: int) -> Iterator[Task]:
     """Yield copies of a task: for the first attempt, and for at most `max_restarts` restarts.
 
-    The caller submits and follows each copy before the next, and takes a further copy only if
-    the attempt before has a `TaskRun.restart_text`.
+    The caller submits each copy and follows it to its end.  It takes the next copy only if the
+    attempt before has a `TaskRun.restart_text`.
     """
     for number in range(read_restarts(max_restarts) + 1):
         yield replace(task, id=uuid.uuid4().hex, attempt=Attempt(number, max_restarts))
@@ -74,20 +75,23 @@ def run(engine: Engine, task: Task) -> CellResult[Any]:
 
 
 def finish(engine: Engine, running: TaskRun) -> CellResult[Any]:
-    """Wait for a task that has been sent; return its result and raise as `run`."""
+    """Wait for a task that was sent; return its result, or raise the errors of `run`."""
     wait(engine, running)
     check(engine, running)
     return running.result()
 
 
 def wait(engine: Engine, running: TaskRun) -> None:
-    """Follow a task until `follow` ends, and ignore the task's output."""
+    """Wait as `recovery.follow` does for a task's end, without showing the task's output."""
     for _ in recovery.follow(engine, running):
         pass
 
 
 def check(engine: Engine, running: TaskRun) -> None:
-    """Raise the error of a followed task, if it has one, or KeyboardInterrupt after Stop."""
+    """Raise the error of a task that was followed to its end; do nothing if it has succeeded.
+
+    Raises KeyboardInterrupt after Stop.
+    """
     if running.stop.was_pressed:
         recovery_text = late_stop_text(running)
         if recovery_text or running.damage:
@@ -99,10 +103,10 @@ def check(engine: Engine, running: TaskRun) -> None:
 
 
 def stopped_run(engine: Engine, ranks: Collection[int] | None = None) -> TaskRun | None:
-    """Return a stopped task that `ranks` still run, or that has not been completed; or None.
+    """Return the stopped task that the next task on `ranks` has to wait for, or None.
 
-    Without `ranks` the tasks of all ranks count.  So they do if the group is broken, because
-    the group can only be healed once all ranks have ended their tasks.
+    See `TaskTable.stopped_run`.  The tasks of all ranks count if `ranks` is None.  They also count
+    if the group is broken, because healing the group needs all ranks.
     """
     if ranks is None or engine.is_broken:
         ranks = engine.rank_table.everyone
@@ -110,12 +114,11 @@ def stopped_run(engine: Engine, ranks: Collection[int] | None = None) -> TaskRun
 
 
 def wait_for_stop(engine: Engine, ranks: Collection[int] | None = None) -> str:
-    """Wait for ranks that were still in a stopped task when Stop returned control.
+    """Wait for ranks that still run a stopped task, at most `stop.LATE_TIMEOUT` seconds.
 
-    Waits at most `stop.LATE_TIMEOUT` seconds for the ranks of `stopped_run(engine, ranks)`.
-    Returns the task's `TaskRun.damage`, or "" if no task was stopped or if the damage was the same
-    before.  Another Stop interrupts the ranks again, and raises KeyboardInterrupt.
-    `TaskRun.pop_outputs` returns the newest outputs of the wait.
+    The stopped task is `stopped_run(engine, ranks)`.  Returns its `TaskRun.damage` if the damage
+    has changed during the wait, and else "".  Another Stop interrupts the ranks again, and raises
+    KeyboardInterrupt.  Afterwards `TaskRun.pop_outputs` returns the newest outputs of the wait.
     """
     if (running := stopped_run(engine, ranks)) is None:
         return ""
@@ -161,10 +164,11 @@ def check_ready(engine: Engine, ranks: Collection[int] | None = None) -> None:
 
 
 def make_whole(engine: Engine) -> None:
-    """Repair a broken group as `on_failure` says; then let machines that have come join.
+    """Repair a broken group as `on_failure` says; then add ranks on machines that have joined.
 
-    Then binds the variables in `Engine.kept` of a `replace` that has failed.  Raises as `run` if
-    the new worker cannot unpickle them, and does not try again.
+    If an earlier `restarts.replace` has failed, then bind the variables that it kept
+    (`Engine.kept`).  Raises the errors of `run` if a new worker cannot unpickle them; the variables
+    are lost then.
     """
     recovery.heal(engine)
     if engine.rank_table.joined and engine.is_whole and engine.task_table.is_idle:
@@ -176,7 +180,10 @@ def make_whole(engine: Engine) -> None:
 
 
 def bind_kept(engine: Engine, kept: Mapping[int, list[bytes]]) -> None:
-    """Bind variables that `restarts.fetch_kept` has returned, on the ranks that still exist."""
+    """Bind on each rank the variables that `restarts.fetch_kept` has returned for the rank.
+
+    Ranks beyond the present size of the world are left out.
+    """
     for rank, frames in kept.items():
         if rank >= engine.size:
             continue

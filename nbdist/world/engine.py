@@ -1,11 +1,14 @@
 """The engine of a world: its state, its tables, and the sending of a task to ranks.
 
-Runs in the notebook's process, on the thread that made the world; `Engine.ask_from_thread` and
-`Engine.consult` on any thread.  The engine waits for nothing.  Functions that wait take the engine
-as their first argument, each module using those before it: `nbdist.world.inbox` handles the
-messages of the agent, `nbdist.world.lifecycle` starts and ends the workers,
-`nbdist.world.recovery` follows a task to its end and heals the group, `nbdist.world.dispatch` sends
-a task once its ranks are ready, and `nbdist.world.restarts` restarts and scales.
+Runs in the notebook's process, on the thread that made the world.  Any thread may call
+`Engine.ask_from_thread`, which waits for the agent's answer, and `Engine.consult`.  No other method
+waits for the agent or the workers.
+
+Functions that wait are in other modules and take the engine as their first argument.
+`nbdist.world.inbox` handles the messages of the agent, `nbdist.world.lifecycle` starts and ends the
+workers, `nbdist.world.recovery` follows a task to its end and heals the group,
+`nbdist.world.dispatch` sends a task once its ranks are ready, and `nbdist.world.restarts` restarts
+and scales.  Each of these modules uses only those that are named before it.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ RANK_STATUS_TIMEOUT = 10.0  # seconds for an answer about ranks; longer than a h
 
 
 class KeptVariables(NamedTuple):
-    """Variables that a restart keeps: their names, and by rank their pickle, as frames."""
+    """Variables that a restart keeps: their names, and by rank the frames of their pickle."""
 
     names: tuple[str, ...] = ()
     frames: Mapping[int, list[bytes]] = {}
@@ -70,10 +73,10 @@ class StartNotes:
 
 @dataclass(frozen=True)
 class NotebookHooks:
-    """Functions of the notebook that the loops of a world call; those of a script do nothing.
+    """Functions of the notebook that the loops of a world call; by default they do nothing.
 
-    `wait_until_free` is called before a task is sent, and waits until none of the ranks runs
-    another task.  `step_others` is called in each round of the loop that waits for a task, and
+    `wait_until_free(ranks)` is called before a task is sent, and waits until none of the ranks runs
+    another task.  `step_others()` is called in each round of the loop that waits for a task, and
     shows the output of other tasks.
     """
 
@@ -82,9 +85,9 @@ class NotebookHooks:
 
 
 def new_spec(config: WorldConfig, name: str = "") -> tuple[WorldSpec, StartNotes]:
-    """Make the spec of a world that will start here, and the texts about it.
+    """Return the spec of a world that this process will start, and texts about the start.
 
-    `name` is for a config without a name.  Raises UsageError if the config is not valid here.
+    `name` is used if the config has no name.  Raises UsageError if the config is not valid here.
     """
     spec, warning = make_spec(config, name)
     removed = removed_folder()
@@ -95,10 +98,10 @@ class Engine:
     """A world in the notebook's process: its state, and the tables about ranks, tasks and names.
 
     `rank_table` has facts about the workers, `task_table` the tasks in progress, `connection` the
-    link to the agent, and `names` which rank has which variable.  New workers run the cells in
-    `setup`; `past` has the tasks that have ended.  `kept` are the variables of a failed restart,
-    for the next try.  `code` copies the notebook's folder to other machines, if the user wants
-    that.  `repr` says how many ranks there are, the state, and which tasks run.
+    link to the agent, and `names` which rank has which variable.  `setup` has the cells that new
+    workers run, and `past` the tasks that have ended.  `kept` has the variables that a failed
+    restart was to keep, for the next try.  `code` copies the notebook's folder to other machines;
+    it is None without `--sync-code`.
     """
 
     def __init__(self, config: WorldConfig, attached: Attached | None = None) -> None:
@@ -128,7 +131,7 @@ class Engine:
 
     @property
     def state(self) -> WorldState:
-        """The state that users read; the tasks of ranks decide it while the group is READY."""
+        """The state that users read; in a READY world it depends on the tasks that ranks run."""
         busy = self.task_table.unfinished_runs
         if self._state is not WorldState.READY or not busy:
             return self._state
@@ -139,7 +142,7 @@ class Engine:
 
     @property
     def is_whole(self) -> bool:
-        """Whether free ranks can run a task now, because all ranks share a group or need none."""
+        """Whether a free rank can run a task now: the ranks share a group, or need none."""
         return self._state is WorldState.READY
 
     @property
@@ -148,34 +151,34 @@ class Engine:
         return self._state is WorldState.BROKEN
 
     def is_running(self, run: TaskRun) -> bool:
-        """Whether this task of the present workers still runs on a rank."""
+        """Return True if a rank still runs this task; False also if the workers have ended."""
         return run in self.task_table.runs and bool(run.unfinished) and self.state.has_workers
 
     @property
     def members(self) -> Members:
-        """The present workers, as a new `TaskRun` records them."""
+        """Facts about the present workers, which a new `TaskRun` stores."""
         table, heals = self.rank_table, self.config.on_failure == "heal"
         namespace = self.names.namespace
         return Members(table.size, table.backend, table.machines, table.pids, namespace, heals)
 
     def outlives_kernel(self, seconds: float = 0.0) -> bool:
-        """Return True if this process is about to end and the workers stay.
+        """Return True if this process is about to end, and its workers will keep running.
 
-        Waits at most `seconds` until `AgentConnection.kernel_exiting` is set.
+        Waits at most `seconds` for the kernel to announce its end.
         """
         return self.config.detach and self.connection.kernel_exiting.wait(seconds)
 
     # --- options, start and numbers of ranks ------------------------------------------------
 
     def resolve(self, n: int | str) -> int:
-        """Return the number of workers that `n`, such as "auto", means for this world."""
+        """Return the number of workers that `n`, such as 4 or "auto", means for this world."""
         workers = topology.parse_workers(str(n))
         if self.config.launcher_name != LOCAL and not isinstance(workers, int):
             return self.size  # the other machines have already determined the size
         return topology.resolve(workers, len(self.rank_table.spec.gpus), topology.usable_cores())
 
     def configure(self, config: WorldConfig, name: str = "") -> None:
-        """Use this config for the next start; `name` is for a config without a name.
+        """Use this config for the next start; `name` is used if the config has no name.
 
         Raises UsageError if the config is not valid here; nothing has changed then.
         """
@@ -188,7 +191,7 @@ class Engine:
         self.surroundings = NotebookSurroundings(spec)
 
     def advance(self, event: Event) -> None:
-        """Change the state according to an event.  No other function changes it."""
+        """Change the state after an event.  No other method changes the state."""
         self._state = next_state(self._state, event)
 
     def reset(self) -> None:
@@ -232,7 +235,10 @@ class Engine:
         return ranks
 
     def remember(self, patience: Patience | None = None) -> None:
-        """Send the agent what another notebook needs, if that is new: see `AgentConnection`."""
+        """Send the agent the data with which another notebook can take the world over.
+
+        `patience` is by default the world's.  See `AgentConnection.hand_over`.
+        """
         patience = patience or self.config.patience
         self.connection.hand_over(self.config, patience, self.setup.tasks)
 
@@ -241,11 +247,11 @@ class Engine:
     def select_ranks(
         self, ranks: RankSelection | None = None, rank: int | None = None
     ) -> tuple[int, ...]:
-        """Return the ranks that the arguments select, all without both: `topology.select_ranks`."""
+        """Return the ranks that the arguments select, by default all (`topology.select_ranks`)."""
         if ranks is None and rank is None:
             return self.rank_table.everyone
-        # Before the start the size is not known if other machines determine it.  So a list of
-        # numbers is not compared with the size.
+        # Do not compare a list of numbers with the size before the start: other machines may
+        # determine the size.
         is_final = self.state.has_workers or isinstance(ranks, str)
         return topology.select_ranks(ranks, rank, self.size if is_final else sys.maxsize)
 
@@ -259,16 +265,17 @@ class Engine:
     ) -> Task:
         """Return a new task with these `fields`, by default on all ranks.
 
-        If `work` is a text, the text is a cell's source.  Raises as `select_ranks`.
+        If `work` is a text, the text is a cell's source.  Raises the errors of `select_ranks`.
         """
         work = CellCode(work) if isinstance(work, str) else work
         return Task(uuid.uuid4().hex, self.select_ranks(ranks, rank), work, **fields)
 
     def with_current_ranks(self, task: Task, before: Sequence[int]) -> Task:
-        """Return the task for the present size of the world, which healing may have changed.
+        """Return the task with ranks that exist in the world's present size.
 
-        A task on the ranks `before`, which were all ranks, becomes a task on all present ranks.
-        Raises BadRanks for another task that has a rank which does not exist.
+        Healing may have changed the size.  `before` are all ranks of the earlier size: a task on
+        all of them becomes a task on all present ranks.  Any other task stays as it is, or raises
+        BadRanks if one of its ranks does not exist.
         """
         if task.ranks == before:
             return replace(task, ranks=self.rank_table.everyone)
@@ -282,16 +289,16 @@ class Engine:
         patience: Patience | None = None,
         shipped: Mapping[int, Parcel] | None = None,
     ) -> TaskRun:
-        """Send a task to its ranks, which must be free; `is_whole` has to be True.
+        """Send a task at once to its ranks, which must be free; `is_whole` has to be True.
 
-        `shipped` has by rank the names and objects that the task brings to the rank.
-        `nbdist.world.dispatch.submit` sends a task that may have to wait.
+        `shipped` has by rank the names and objects that the task brings to the rank.  If the ranks
+        may not be free, use `nbdist.world.dispatch.submit`.
         """
         imports = self.names.pop_lost_imports(task.ranks)
         around = self.surroundings.now()
         level = wanted_level(is_shown=self.config.show)
-        # `values.inspect` may ask about objects that the notebook has dropped: the ranks must not
-        # forget them before they answer.
+        # The op `values.inspect` may ask about objects that the notebook has dropped.  The ranks
+        # must not forget these objects before they answer.
         is_question = isinstance(task.work, OpCall) and task.work.op == "values.inspect"
         forget = {} if is_question else self.names.objects.pop_forgotten(task.ranks)
         deleted = self.names.pop_deleted(task.ranks)
@@ -314,10 +321,11 @@ class Engine:
         return running
 
     def count_stop(self, task: Task) -> bool:
-        """Count a Stop that came during a task, and wake `follow`; for a signal handler.
+        """Count a Stop for a task, and wake `recovery.follow`; return True.  For a signal handler.
 
-        Returns False if the handler has to raise KeyboardInterrupt instead: `task` was not sent
-        yet, another was sent since it ended, or `StopState.is_interruptible` is True.
+        Returns False, without counting, if the handler has to raise KeyboardInterrupt instead.
+        This is so before the task is sent, after it has ended and another was sent, and while
+        `StopState.is_interruptible` is True.
         """
         running = self.task_table.find_run(task.id)
         if running is None or running.stop.is_interruptible:
@@ -335,10 +343,11 @@ class Engine:
         packed: Payload | None = None,
         parcel: Parcel | None = None,
     ) -> None:
-        """Keep a cell, which new workers on the cell's ranks will run too.
+        """Keep a set-up cell, which every new worker on one of its ranks will run.
 
-        `segment`, the shared memory with the cell's names, is closed once the cell is dropped.
-        `packed` has the names and objects that each new worker gets, and `parcel` records them.
+        `key` identifies the cell.  `packed` has the names and objects that each new worker gets,
+        and `parcel` records them.  `segment`, the shared memory of their values, is closed once the
+        cell is dropped.
         """
         task = replace(task, forget={}, deleted={}, names={} if packed is None else {ANY: packed})
         self.setup.keep(key, task, segment, parcel)
@@ -347,10 +356,10 @@ class Engine:
     # --- questions to the agent, from any thread ------------------------------------------------
 
     def ask_from_thread(self, request: RequestBody) -> Any:
-        """Ask the agent as `nbdist.world.inbox.ask`, but leave the agent's messages in the link.
+        """Send the agent a request about ranks, and return the reply; any thread may call this.
 
-        Returns an empty tuple without workers, if the agent has ended, and if no answer comes
-        within `RANK_STATUS_TIMEOUT`.
+        Returns an empty tuple if there are no workers, if the agent has ended, or if no reply comes
+        within `RANK_STATUS_TIMEOUT`.  Other messages of the agent are not handled.
         """
         future = self.connection.request(request) if self.state.has_workers else None
         try:
@@ -362,8 +371,8 @@ class Engine:
     def consult(self, question: TypingQuestion, ranks: Iterable[int]) -> Future[Reply] | None:
         """Ask an idle rank of `ranks` a question about names; any thread may call this.
 
-        Returns a future, or None if there are no workers or the agent has ended.  The future's
-        result is None if no rank has answered in time; wait for the future with a timeout.
+        Returns a future, or None if there are no workers or the agent has ended.  Wait for the
+        future with a timeout.  Its result is None if no rank has answered in time.
         """
         if not self.state.has_workers:
             return None

@@ -63,10 +63,10 @@ def verdict(places: Mapping[int, RankPosition]) -> str:
 
 
 def differing(places: Mapping[int, RankPosition]) -> str:
-    """Return a text about the first collective that differs, if only its tensors differ.
+    """Return a text about the first collective in which ranks have different tensors.
 
     Write `all_reduce (line 2), sizes differ: rank 0 [2], rank 1 [3]`, and which results are wrong.
-    Return "" if no collective differs between ranks, or if ranks have begun different operations.
+    Return "" if no collective differs between ranks, or if ranks called different operations.
     """
     begun = find_mismatch(places, tensors_of)
     if not begun or len({each.name for each in begun.values()}) > 1:
@@ -99,7 +99,7 @@ def why_aborted(
     """Return a text that says why the collectives of some ranks were aborted.
 
     `aborted` says where these ranks waited, and `all_places` where all ranks were at that time.
-    `ran` are the ranks of the task, and `failed` the ranks that failed or have not finished.
+    `ran` are the ranks of the task, and `failed` those of them that failed or have not finished.
     """
     finished = set(ran) - set(failed)
     if len(aborted) == world_size or is_call_mismatch(all_places):
@@ -117,9 +117,10 @@ def why_aborted(
 
 
 def why_died(rank: int, died: Died, survivors: Mapping[int, RankPosition]) -> str:
-    """Return a text for a rank that gloo ended as a received tensor was too large; else "".
+    """Return why gloo ended a rank that received more than its tensor holds; "" for other deaths.
 
-    `survivors` says where the other ranks are, which may show the collective and the sizes.
+    `survivors` says where the other ranks are.  If possible, the text names the collective and the
+    sizes of the tensors.
     """
     if not died.received_too_much:
         return ""
@@ -140,7 +141,7 @@ def _tensors_text(each: Begun) -> str:
 
 
 def _by_ranks_text(begun: Mapping[int, Begun], text: Callable[[Begun], str]) -> str:
-    """Write `rank 0 [2], ranks 1-3 [3]`."""
+    """Write the `text` of each rank's collective, equal texts once: `rank 0 [2], ranks 1-3 [3]`."""
     texts = {rank: text(each) for rank, each in begun.items()}
     return ", ".join(f"{name_ranks(ranks)} {value}" for value, ranks in fold_ranks(texts).items())
 
@@ -163,7 +164,10 @@ def _spot(place: RankPosition) -> str:
 
 
 def waits_text(places: Mapping[int, RankPosition], source: str = "") -> str:
-    """Write `ranks 0-2 wait in all_reduce, line 6 · rank 3 is in line 5: time.sleep(600)`."""
+    """Write `ranks 0-2 wait in all_reduce, line 6 · rank 3 is in line 5: time.sleep(600)`.
+
+    `source` is the source of the cell, from which lines are quoted.
+    """
     groups = fold_ranks({rank: _activity(place, source) for rank, place in places.items()})
     return " · ".join(
         f"{name_ranks(ranks)} {_with_verb(ranks, doing)}" for doing, ranks in groups.items()
@@ -182,7 +186,7 @@ def silent_text(silent: UnresponsiveHosts) -> str:
 def stalled_text(places: Mapping[int, RankPosition], machines: Machines) -> str:
     """Write `the network between hosta and hostb is stalled`; "" if no network is.
 
-    An address is replaced by the name of its machine, if a rank there has reported the address.
+    An address is replaced by the name of its machine if that is known.
     """
     pairs = {rank: place.stalled for rank, place in places.items() if place.stalled}
     names = {address: machines.name(rank) for rank, each in pairs.items() for address, _ in each}
@@ -207,12 +211,12 @@ def shorten_error(
     script: Script | None,
     errors: Iterable[RankError],
 ) -> Failure:
-    """Return a short `Failure` for torch's error about connections that were closed.
+    """Return a short `Failure` in place of torch's error about connections that were closed.
 
-    An abort, or another rank, has closed the connections.  After an abort `aborted` says where the
-    rank waited, and the result's text is, for example, `Released: waited in all_reduce (cell line
-    7)`.  Without `aborted` the line comes from the traceback of `failure`, and the reason from the
-    `errors` of other ranks.
+    An abort, or another rank, has closed the connections.  After an abort, `aborted` says where the
+    rank waited, and the text is, for example, `Released: waited in all_reduce (cell line 7)`.  If
+    `aborted` is None, the line comes from the traceback of `failure`, and the reason from the
+    `errors` of other ranks.  `script` is the script that the task runs, None for a cell.
     """
     if aborted is not None:
         file, number, wait = aborted.file or "cell", aborted.line, f"in {aborted.operation}"
@@ -242,7 +246,7 @@ def _peer_end(errors: Iterable[RankError]) -> str:
 
 
 def _activity(place: RankPosition, source: str = "") -> str:
-    """Write `wait in all_reduce, line 6`, `in line 5: sleep(600)`, `in train.py line 5: ...`."""
+    """Write what a rank does: `wait in all_reduce, line 6` or `in train.py line 5: sleep(600)`."""
     line = f"line {place.line}" if place.line else "no line of the cell"
     if place.file:
         line = f"{place.file} {line}" if place.line else place.file
@@ -265,9 +269,9 @@ def _activity(place: RankPosition, source: str = "") -> str:
 
 
 def doing_of(ranks: Sequence[int], place: RankPosition, code: str) -> str:
-    """Write the activity of ranks that are all in the same line: `waits in all_reduce, line 6`.
+    """Write what `ranks`, which are all in the same line, do: `waits in all_reduce, line 6`.
 
-    `code` is the source text of the line in `place`.
+    `code` is the source text of that line.
     """
     doing = _activity(place, "\n" * (place.line - 1) + code)
     return _with_verb(ranks, doing).removeprefix("is ").removeprefix("are ")
@@ -300,13 +304,16 @@ def group_stacks(stacks: Iterable[Stack]) -> list[Alike]:
 
 
 def stacks_text(groups: Iterable[Alike], who: Who = name_ranks) -> list[str]:
-    """Write each group's stack below `── ranks 0-2 same · wait in all_reduce, line 7 ──`."""
+    """Return the lines of each group's stack below a head.
+
+    A head is, for example, `── ranks 0-2 same · wait in all_reduce, line 7 ──`.
+    """
     headed = ([f"── {each.named(who)} · {each.doing} ──", *each.lines] for each in groups)
     return [*chain.from_iterable(headed)]
 
 
 def _title(stack: Stack, ranks: tuple[int, ...]) -> str:
-    """Write the activity of a stack's ranks, `wait in all_reduce, line 7`, or the state, `idle`."""
+    """Write what `ranks` with this stack do, as `wait in all_reduce, line 7`, or only `idle`."""
     if stack.state == "busy" or stack.place.is_stopped or stack.place.holds_gil:
         code = stack.frames[0].code if stack.frames and stack.frames[0].is_cell else ""
         return doing_of(ranks, stack.place, code)

@@ -1,4 +1,4 @@
-"""Handles the messages of a world's agent: changes the tables, the state and the running tasks.
+"""Handles the messages of a world's agent: updates the tables, the state and the running tasks.
 
 Runs in the notebook's process, on the thread that made the world.
 """
@@ -43,9 +43,10 @@ def receive(engine: Engine, timeout: float) -> None:
 
 
 def receive_waiting(engine: Engine) -> None:
-    """Handle the messages that have arrived, but not messages that arrive meanwhile.
+    """Handle the messages that have arrived before this call, without waiting.
 
-    So the function returns even if ranks print without end.
+    Messages that arrive during the call are left, since ranks may print without end.  Raises
+    UsageError while `World.map` reads items from the user's iterable, which must not use the world.
     """
     if (link := engine.connection.link_or_none) is None:
         return
@@ -71,7 +72,7 @@ def receive_waiting(engine: Engine) -> None:
 
 
 def ask(engine: Engine, request: RequestBody) -> Any:
-    """Ask the agent about its ranks, also while they are busy, and return the reply.
+    """Send the agent a request about ranks, which may be busy, and return the reply.
 
     Returns an empty tuple if there are no workers or if the agent has ended.
     """
@@ -86,7 +87,7 @@ def ask(engine: Engine, request: RequestBody) -> Any:
 
 
 def _advance_state(engine: Engine, message: messages.Up) -> None:
-    """Change the state of the world if the agent aborts collectives."""
+    """Change the state of the world if a message says that the agent aborts collectives."""
     is_abort = isinstance(message, messages.Aborted) and bool(engine.task_table.known_runs)
     if isinstance(message, messages.Decided) and engine.task_table.find_run(message.task_id):
         is_abort = message.decision is messages.Decision.ABORT
@@ -105,7 +106,10 @@ def handle_agent_loss(engine: Engine, lost: AgentLost) -> None:
 
 
 def _handle_output(engine: Engine, rank: int, task_id: str, output: Any) -> None:
-    """Pass a rank's output to log handlers, widgets, the world's tables or the rank's task."""
+    """Pass a rank's output to the part of the notebook's process that handles it.
+
+    This is a log handler, the widgets, a table of the world, or the rank's task.
+    """
     if isinstance(output, Record):
         host = engine.rank_table.machines.name(rank) or output.host
         hand_over(output._replace(host=host), is_shown=engine.config.show)

@@ -36,16 +36,16 @@ CHUNK_BYTES = 4 << 20
 """An answer gets no further items once its items have this many bytes."""
 
 GROWTH = 4
-"""An answer has at most this many times as many items as the rank's last answer."""
+"""An answer has at most `GROWTH` times as many items as the answer before to the same rank."""
 
 CHUNKS_LEFT = 2
-"""If there are n more items, an answer has at most n / (`CHUNKS_LEFT` * ranks) of them, or one.
+"""If n items are left, an answer has at most n / (`CHUNKS_LEFT` * ranks) of them, but at least one.
 
-So no rank still has many items when the other ranks find none left.  If the number of items is not
-known, this limit does not apply."""
+Without this limit, one rank could still have many items when none is left for the others.  The
+limit does not apply if the number of items is not known."""
 
 MAX_TRIES = 2
-"""How often an item is given to a rank: to a second one if the first rank died."""
+"""How many ranks get an item at most: a second rank gets it if the first has died."""
 
 Packed = tuple[Payload, Segment | None]
 """An item, and its shared memory, which stays open until a rank has sent the item's outcome."""
@@ -53,7 +53,7 @@ Packed = tuple[Payload, Segment | None]
 
 @dataclass(slots=True)
 class _Handed:
-    """The items that a rank has, by index, and facts about the last answer to the rank."""
+    """The items that a rank has got and not finished, by index, and facts about its last answer."""
 
     items: dict[int, Packed] = field(default_factory=dict)
     since: float = 0.0  # when the rank got its last answer, in monotonic seconds
@@ -63,10 +63,10 @@ class _Handed:
 class ItemQueue:
     """The items of a `World.map`: which items ranks have, which are left, and the results.
 
-    `results` has the result of each item that has been done, by index.  `failures` has the rank and
-    the outcome of each item for which the function raised.  `problem` is the exception of the
-    iterable `items`, of an item that cannot be pickled, or of a result that cannot be unpickled.
-    Once there is a problem, no further items are handed out.
+    `results` has the result of each item that is done, by index.  `failures` has, by index, the
+    rank and the outcome of each item for which the function raised.  `problem` is the exception
+    that the iterable `items` has raised, or that says which item cannot be pickled or which result
+    cannot be unpickled.  Once there is a problem, no further items are handed out.
     """
 
     def __init__(
@@ -118,7 +118,11 @@ class ItemQueue:
         return self.has_ended or (self._is_exhausted and not (self._returned or is_held))
 
     def answer(self, rank: int, request: ItemsWanted, now: float) -> InputReply:
-        """Record the outcomes that a rank has sent, and return its next items."""
+        """Record the outcomes that a rank has sent, and return the reply with its next items.
+
+        The reply has no items if the queue `is_paused` or has ended, if no item is left, or if the
+        rank has not finished its earlier items.
+        """
         handed = self._handed.setdefault(rank, _Handed())
         for outcome in request.outcomes:
             if (packed := handed.items.pop(outcome.item, None)) is not None:
@@ -163,7 +167,7 @@ class ItemQueue:
                     _close(packed)
 
     def begin_round(self) -> None:
-        """Take back all items that ranks have; called between tasks, as a task can end early."""
+        """Take back all items that ranks have; call this between tasks, as a task can end early."""
         for handed in self._handed.values():
             self._returned.extend(handed.items.items())
         self._handed = {}
@@ -258,7 +262,7 @@ class ItemQueue:
 
 
 def _length_of(items: Iterable[Any]) -> int | None:
-    """Return the number of items; None if it is not known, as for `tqdm` around a generator."""
+    """Return the number of items, None if it is not known, as for `tqdm` around a generator."""
     try:
         return len(items) if isinstance(items, Sized) else None
     except TypeError:  # `list` ignores a TypeError of `__len__`, too

@@ -1,9 +1,9 @@
 """Starts and ends the workers of a world, and takes over workers that are running already.
 
-Runs in the notebook's process, on the thread that made the world.  `nbdist.world.recovery` restarts
-or ends workers with these functions, and so does `nbdist.world.restarts.restart`, which
-`%dist_restart` calls.  `%dist_restart -r` and `%dist_scale` let the agent form the group again
-instead (`nbdist.world.recovery.regroup`).
+Runs in the notebook's process, on the thread that made the world.  `nbdist.world.restarts.restart`,
+which `%dist_restart` calls, and `nbdist.world.recovery` end and start all workers with these
+functions.  `%dist_restart -r` and `%dist_scale` do not use this module: they let the agent form the
+group again (`nbdist.world.recovery.regroup`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ QUIET_SECONDS = 2.0  # a shorter start on this machine shows no line
 
 
 def starting(engine: Engine) -> Iterator[Starting]:
-    """Start the workers of a world that has none; yield the progress of the start.
+    """Start the workers; yield the progress of the start.  Do nothing if there are workers.
 
     Raises StartError if a worker or the agent cannot start, after ending all that was started.
     """
@@ -61,7 +61,7 @@ def starting(engine: Engine) -> Iterator[Starting]:
             case messages.StartFailure(rank, host, command, reason, last_lines):
                 raise StartError(rank, host, command, reason, last_lines)
         assert isinstance(started, messages.WorldStarted)
-        # A head returns the spec, since its machines determine the size.
+        # A head returns the final spec, because the machines that have come determine the size.
         table.spec, engine.start_notes.missing = started.spec or table.spec, started.missing
         table.record_processes(started, connection.link.agent.host)
         # Other machines have come since the first `send_changes`, and may not share the folder.
@@ -77,9 +77,10 @@ def starting(engine: Engine) -> Iterator[Starting]:
 
 
 def starting_texts(engine: Engine) -> Iterator[str]:
-    """Start the workers; yield `starting 4 workers: 2 ready`, or "" if the line is unchanged.
+    """Start the workers; yield a line such as `starting 4 workers: 2 ready`, again and again.
 
-    In the first `QUIET_SECONDS` only lines about other machines are yielded.
+    Yields "" in place of a line that is the same as the last one.  In the first `QUIET_SECONDS` it
+    yields "" in place of all lines but those about other machines.
     """
     last_text, begun = "", time.monotonic()
     for progress in starting(engine):
@@ -94,7 +95,7 @@ def starting_texts(engine: Engine) -> Iterator[str]:
 
 
 def start(engine: Engine) -> None:
-    """Start the workers of a world that has none; show a slow start if stderr is a terminal."""
+    """Start the workers if there are none; show a slow start on stderr if that is a terminal."""
     line, last_text = MovingLine(sys.stderr), ""
     try:
         for text in starting_texts(engine):
@@ -104,11 +105,12 @@ def start(engine: Engine) -> None:
 
 
 def start_anew(engine: Engine, *, agent_too: bool = False) -> None:
-    """End all workers, with `agent_too` also their agent, and start new ones by `RankTable.spec`.
+    """End all workers, and start new ones by `RankTable.spec`; the set-up cells are not run.
 
-    The set-up cells are not run here.
+    With `agent_too` the agent is ended as well, and a new agent is started.
     """
-    # In STOPPING, Stop has interrupted an earlier wait for the workers' end, so request it again.
+    # In the state STOPPING, an earlier call has requested the workers' end, and Stop has ended the
+    # wait for it.  So request their end again.
     are_there = engine.state.has_workers or engine.state is WorldState.STOPPING
     if engine.connection.is_up and are_there:
         engine.advance(Event.STOP)
@@ -143,7 +145,8 @@ def shutdown(engine: Engine) -> str:
 def _stop(engine: Engine, grace: float) -> str:
     """Let the agent end the workers; if it does not do so in time, end the agent too.
 
-    Returns a sentence about processes that are left on other machines, "" for none.
+    Idle workers have `grace` seconds to run their exit handlers.  Returns a sentence about
+    processes that are left on other machines, "" for none.
     """
     try:
         engine.connection.link.call(messages.StopWorld(grace), STOP_TIMEOUT)
@@ -176,6 +179,6 @@ def attach(engine: Engine, link: Link, attached: Attached, namespace: dict[str, 
         engine.advance(Event.RANK_DIED)
     if not attached.is_whole:
         engine.advance(Event.ABORTED)
-    # The agent sends outputs that the last notebook has not received before it answers a request.
-    # With these outputs a task may have ended, whose ranks would seem to be busy.
+    # The agent first sends all outputs that the last notebook has not received, and then answers
+    # this request.  Without these outputs, the ranks of a task that has ended would seem busy.
     link.call(messages.SpareRanks(()))

@@ -128,7 +128,10 @@ class ItemMap:
             bar.close(queue)
 
     def _run_task(self, bar: MapProgress) -> Generator[int, None, TaskRun]:
-        """Run a task on all ranks of the map until no rank has an item; yield as `steps` does."""
+        """Send a task to all ranks of the map and follow it to its end; return the task.
+
+        Yields the indices of items as `steps` does.
+        """
         engine, queue = self._engine, self._queue
         on = engine.rank_table.everyone if self._ranks is None else self._ranks
         queue.ranks = len(on)
@@ -158,15 +161,15 @@ class ItemMap:
         return running
 
     def _check_has_workers(self, running: TaskRun) -> None:
-        """Raise UsageError if the caller ended or restarted workers while it handled an index."""
+        """Raise UsageError if the workers ended or restarted while the caller handled an index."""
         if running.unfinished and not self._engine.is_running(running):
             raise UsageError(WORKERS_GONE)
 
     def _pop_done(self, running: TaskRun) -> Iterator[int]:
-        """Yield the indices, as `steps` does, of items that were done since the last call.
+        """Yield the indices of items that were done since the last call, as `steps` does.
 
-        While the caller handles an index, ranks that ask for items get none and end their task,
-        because the caller may never ask for the next index.
+        While the caller handles an index, ranks that ask for items get none, and end their task.
+        They must not wait, because the caller may never ask for the next index.
         """
         queue = self._queue
         queue.lose(running.deaths)
@@ -181,7 +184,11 @@ class ItemMap:
         queue.is_paused = False
 
     def _check(self, running: TaskRun, *, has_progress: bool) -> None:
-        """Raise the error of a task that ended the map; a death alone does not end the map."""
+        """Raise the error of a task if it ends the map; return if the map can go on.
+
+        A death alone does not end the map, if the task has made progress (`has_progress`): other
+        ranks then get the items of the dead rank.
+        """
         engine, queue = self._engine, self._queue
         if queue.problem is not None:
             raise queue.problem
@@ -203,7 +210,7 @@ class ItemMap:
     def _error_of(
         self, running: TaskRun, index: int, rank: int, outcome: ItemOutcome
     ) -> BaseException:
-        """Return the exception that an item's function has raised, as a cell would raise it."""
+        """Return the exception to raise for an item for which the function has raised on a rank."""
         failure, members = outcome.failure, running.members
         assert failure is not None
         blame = self._blame(running, rank, failure)
@@ -251,7 +258,7 @@ class MapProgress:
             self._draw(queue, now)
 
     def close(self, queue: ItemQueue) -> None:
-        """Erase the line of a terminal; a display stays, with the last numbers."""
+        """Erase the line in a terminal; update the display in a notebook for the last time."""
         self._line.clear()
         if self._display is not None:
             self._draw(queue, time.monotonic())
@@ -281,7 +288,10 @@ def get_kernel_shell() -> Any:
 
 
 def progress_text(title: str, queue: ItemQueue, seconds: float) -> str:
-    """Write `score · 312 of 1,000 items · 2 failed · 12.5 s · 25 per s`."""
+    """Write `score · 312 of 1,000 items · 2 failed · 12.5 s · 25 per s`.
+
+    `seconds` is the time since the map began.
+    """
     failed = len(queue.failures) + len(queue.gave_up)
     total = f"{queue.total:,}" if queue.total is not None else "many"
     parts = [

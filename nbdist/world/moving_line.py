@@ -15,7 +15,7 @@ REDRAW_SECONDS = 0.25
 class MovingLine:
     """A line that is drawn again and again if `stream` is a terminal; if not, nothing is drawn.
 
-    Call `clear` before other lines are written.  `now` is in monotonic seconds.
+    Call `clear` before you write other lines to the stream.  `now` is in monotonic seconds.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -26,14 +26,15 @@ class MovingLine:
         self._draw_at = 0.0
 
     def is_due(self, now: float) -> bool:
-        """Return True if `show` would draw a text now: in a terminal, but not too often.
+        """Return True if `show` would draw a text now.
 
-        After a drawing `REDRAW_SECONDS` must pass, unless `clear` has erased the text.
+        In a terminal this is `REDRAW_SECONDS` after the last drawing, or earlier if `clear` has
+        erased that text.  Without a terminal the result is False.
         """
         return self._is_terminal and now >= self._draw_at
 
     def show(self, text: str, now: float) -> None:
-        """If `is_due`, draw this text in place of the last one, cut to the terminal's width."""
+        """If `is_due`, draw a text in place of the last text, cut to the terminal's width."""
         if not self.is_due(now):
             return
         self._draw_at = now + REDRAW_SECONDS

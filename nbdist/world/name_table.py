@@ -1,9 +1,9 @@
 """The table of variables: which rank has which name, and from where.
 
 Runs in the notebook's process; the present table of a world is `Engine.names`.  A name belongs to
-the notebook until a task binds the name on a rank; then the name belongs to that rank until the
-notebook binds it again.  Names that were imported on a rank are imported again if the rank is
-replaced.  The table keeps no big value alive.
+the notebook until a task binds the name on a rank.  Then it belongs to that rank until the notebook
+binds it again.  Names that were imported on a rank are imported again if the rank is replaced.  The
+table keeps no big value alive.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Sent:
     """A variable of the notebook as it was sent to a rank.
 
     `version` is different for different contents.  `token` identifies the object; it is None for a
-    value whose identity cannot be noticed, such as a number (`nbdist.values.states`).  `identity`
-    is None once the notebook has assigned the variable again.  `needs` are the variables that
-    functions in the value use; `size` is in bytes.  `is_last` is False once the notebook has sent
-    another object under the name to any rank.
+    value of which a copy cannot be told from the original, such as a number
+    (`nbdist.values.states`).  `identity` is None once the notebook has assigned the variable again.
+    `needs` are the variables that functions in the value use; `size` is in bytes.  `is_last` is
+    False once the notebook has sent another object under the name to any rank.
     """
 
     version: Hashable
@@ -56,12 +56,13 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class BoundByWorker:
-    """A variable that counts as bound by a task on a rank.
+    """A variable of a rank that counts as bound by a task.
 
-    `import_path` is the path of an import, None if the task has not imported the name.  `identity`
-    identifies the object that the notebook had under the name at that time; None if the notebook
-    has assigned the name since.  `kind` says whether the rank's object is a module, an optimizer, a
-    tensor or another object.  `was_sent` is True if the notebook had sent the variable before.
+    `import_path` is None unless the task has imported the name.  It is the path of the import, or
+    "" if importing again would not give the same object.  `identity` identifies the object that the
+    notebook had under the name at that time; None if the notebook has assigned the name since.
+    `kind` says whether the rank's object is a module, an optimizer, a tensor or another object.
+    `was_sent` is True if the notebook had sent the variable to the rank before.
     """
 
     identity: Identity | None
@@ -72,7 +73,7 @@ class BoundByWorker:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A variable that a new process lacks, and that tasks had bound or changed on ranks before.
+    """A variable that a new process of a rank lacks, and that tasks had bound or changed before.
 
     `import_path` and `kind` are as in `BoundByWorker`.
     """
@@ -86,7 +87,10 @@ E = TypeVar("E", Sent, BoundByWorker)
 
 
 class NameTable:
-    """For each rank, the names that the notebook sent, that tasks bound, and that the rank lost."""
+    """For each rank, the names that the notebook has sent, that tasks have bound, and that it lost.
+
+    `namespace` has the notebook's variables.
+    """
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self.namespace = namespace
@@ -138,7 +142,8 @@ class NameTable:
     def record_sent(self, records: Mapping[str, Sent]) -> int:
         """Record that a task with these variables is being sent.
 
-        Returns a time, by a clock that counts events, which the caller passes to `record_finished`.
+        Returns the time of sending, which the caller passes to `record_finished`.  It is a number
+        of a clock that counts events.
         """
         self._deleted_there.difference_update(records)
         for name, record in records.items():
@@ -153,8 +158,8 @@ class NameTable:
     ) -> None:
         """Record the names that a rank has received, bound or deleted in a finished task.
 
-        `since` is the time that `record_sent` returned for the task: a variable that the notebook
-        has assigned later belongs to the notebook.
+        `since` is the time that `record_sent` returned for the task.  A variable that the notebook
+        has assigned after this time belongs to the notebook.
         """
         has = self._ranks.setdefault(rank, {})
         has.update(received.names)
@@ -183,11 +188,11 @@ class NameTable:
     def record_assigned(self, names: Iterable[str], surely: Container[str] = ()) -> None:
         """Record names that a cell of the notebook may have bound: they belong to the notebook now.
 
-        `surely` has the names that the cell certainly has bound.  Any other name does not count if
-        the notebook still has the same object under it, as after `if False: model = Net()`.  But
-        the name of a number or short text always counts, because an equal new value cannot be told
-        from the old one.  Variables that were sent and that the notebook lacks now count too,
-        because the cell may have deleted them, as by `%xdel` or `globals()`.
+        `surely` has the names that the cell has certainly bound.  Another name counts only if the
+        notebook now has another object under it, unlike after `if False: model = Net()`.  But the
+        name of a number or short text always counts, because an equal new value cannot be told from
+        the old one.  Names that were sent and that the notebook lacks now count too: the cell may
+        have deleted them, for example by `%xdel` or `globals()`.
         """
         self.objects.runs += 1
         for name in {*names, *self._deleted()}:
@@ -211,9 +216,9 @@ class NameTable:
         return [name for name in sent if name not in self.namespace]
 
     def pop_deleted(self, ranks: Collection[int]) -> dict[int, tuple[str, ...]]:
-        """Return by rank the variables that were sent to the rank and then deleted in the notebook.
+        """Return, by rank, variables that were sent to the rank and then deleted in the notebook.
 
-        Each variable is returned once: from then on the table lists it as the rank's own.
+        Each variable is returned once.  From then on the table has it as bound by the rank.
         """
         deleted = {}
         for rank in ranks:
@@ -232,8 +237,8 @@ class NameTable:
     def record_gathered(self, name: str, ranks: Collection[int] = ()) -> None:
         """Record that the notebook has bound a name to values that it has fetched from workers.
 
-        The name still belongs to the ranks that it belonged to, and now also to `ranks`, because
-        the notebook only has a copy.
+        The notebook only has a copy.  So the name still belongs to the ranks to which it belonged,
+        and now also to `ranks`.
         """
         identity = Identity(self._value(name))
         for rank, has in self._ranks.items():
@@ -251,10 +256,10 @@ class NameTable:
     ) -> None:
         """Record that ranks are new processes, and which variables they lack.
 
-        A rank lacks the variables that tasks had bound there, and variables of the notebook that it
-        had and that ranks have changed.  It also lacks the names in `made`, which the tasks in
-        which ranks died had bound on any rank.  `brought` has by rank the names that were sent with
-        these tasks, and that the rank may have had.
+        Each rank lacks the variables that tasks had bound on it, and those of the notebook that it
+        had and that any rank has changed.  It also lacks the names in `made`: the tasks in which
+        ranks died had bound them, maybe on other ranks.  `brought` has by rank the names that were
+        sent with these tasks; `record_lost` counts them as names that the ended process had.
         """
         kinds = {
             name: [entry.kind for entry in self._entries(name, BoundByWorker).values()]
@@ -274,8 +279,8 @@ class NameTable:
     def record_lost(self, ranks: Iterable[int]) -> None:
         """Record that new ranks lack the notebook's variables that other ranks have changed.
 
-        A rank in place of an earlier process only lacks variables that the earlier process may have
-        had.
+        A rank that has replaced an earlier process lacks only those variables that the earlier
+        process may have had.
         """
         kind = {name: kind_of(self._value(name)) for name in self.changed_names()}
         for rank in ranks:
@@ -284,10 +289,10 @@ class NameTable:
                 has[name] = Missing(kind=kind[name])
 
     def renumber(self, was: Mapping[int, int], after: int) -> None:
-        """Record the new numbers of ranks; `was` has the old numbers of the ranks that stay.
+        """Record that ranks have new numbers, and that there are `after` ranks now.
 
-        There are `after` ranks.  The ranks that are not in `was` are new, and lack all variables
-        that any rank has bound.
+        `was` has the old number of each rank that stays, by its new number.  All other ranks are
+        new, and lack all variables that tasks have bound on any rank.
         """
         losses, had = _losses(self._ranks.values()), self._ranks
         self.objects.renumber(was, after)
@@ -305,7 +310,7 @@ class NameTable:
             self.objects.known[rank] = dict(now.objects.known.get(rank, {}))
 
     def pop_lost_imports(self, ranks: Iterable[int]) -> dict[int, dict[str, str]]:
-        """Return by rank the names, with their paths, that a new process has to import again.
+        """Return, by rank, the names that a new process has to import again, with their paths.
 
         Each name of a rank is returned once.
         """
@@ -322,7 +327,7 @@ class NameTable:
         return frozenset(self._current_entries(name, BoundByWorker))
 
     def holders(self, name: str) -> frozenset[int]:
-        """Return the ranks that may have an object which a notebook has sent under this name."""
+        """Return the ranks that may have an object that any notebook has sent under this name."""
         if self.is_of_earlier_notebook(name):
             return frozenset(self._ranks)
         sent = self._entries(name, Sent).items()
@@ -338,25 +343,25 @@ class NameTable:
         return self._is_attached and not is_known
 
     def record_sent_before(self, name: str) -> None:
-        """Record that a variable which an earlier notebook has sent belongs to the ranks."""
+        """Record that all ranks own a variable, which an earlier notebook has sent to them."""
         identity = Identity(self._value(name))
         for has in self._ranks.values():
             has[name] = BoundByWorker(identity, was_sent=True)
 
     def ranks_that_bound(self, name: str) -> frozenset[int]:
-        """Return the ranks where a task has bound this name.
+        """Return the ranks where a task has bound this name, and which still have that value.
 
         Unlike in `ranks_that_own`, a rank counts even if the notebook has bound the name again
-        since, until the notebook sends the name to the rank.
+        since.  It counts until the notebook sends the name to the rank.
         """
         return frozenset(self._entries(name, BoundByWorker))
 
     def is_older(self, name: str, ranks: Container[int]) -> bool:
-        """Return True if an object that the variable no longer has was sent to any of `ranks`."""
+        """Return True if any of `ranks` got an object that the notebook has replaced since."""
         return any(rank in ranks for rank in self.ranks_with_older(name))
 
     def ranks_with_older(self, name: str) -> list[int]:
-        """Return the ranks to which an object was sent that the variable no longer has."""
+        """Return the ranks that got an object which the notebook no longer has under this name."""
         sent, value = self._entries(name, Sent).items(), self._value(name)
         return [
             rank
@@ -378,7 +383,7 @@ class NameTable:
         )
 
     def is_deleted_there(self, name: str) -> bool:
-        """Return True if a rank has deleted a variable that was not sent or assigned since."""
+        """Return True if a rank has deleted a variable, and it was not sent or assigned since."""
         return name in self._deleted_there
 
     def is_missing(self, name: str, rank: int) -> bool:
@@ -398,16 +403,16 @@ class NameTable:
         ]
 
     def record_changed_value(self, name: str, rank: int) -> None:
-        """Record that a rank has changed its value of a variable that the notebook reassigned."""
+        """Record that a rank has changed its value of a name that the notebook has bound anew."""
         self._ranks[rank][name] = BoundByWorker(None, was_sent=True)
 
     def ranks_that_assigned(self, name: str) -> frozenset[int]:
-        """Return the ranks in `ranks_that_own` to which the variable was sent before."""
+        """Return those of `ranks_that_own` to which the name was sent before they bound it."""
         entries = self._current_entries(name, BoundByWorker).items()
         return frozenset(rank for rank, each in entries if each.was_sent)
 
     def names_of_kind(self, kind: int) -> list[str]:
-        """Return, sorted, the variables that are of this kind, such as a module, on any rank."""
+        """Return the variables that have a value of this kind, such as a module, on any rank."""
 
         def is_one(name: str) -> bool:
             bound = self._entries(name, BoundByWorker).values()
@@ -421,7 +426,7 @@ class NameTable:
         return tuple(sorted({*self._entries(name, Sent), *self._entries(name, BoundByWorker)}))
 
     def import_path(self, name: str) -> str | None:
-        """Return a path from which a rank has imported a name; None if no path is known."""
+        """Return a path from which any rank has imported a name; None if no path is known."""
         paths = (entry.import_path for entry in self._entries(name, BoundByWorker).values())
         return next(filter(None, paths), None)
 
@@ -464,7 +469,10 @@ class NameTable:
         )
 
     def theirs(self, rank: int) -> list[str]:
-        """Return the names in `bound`, and variables sent to the rank that ranks have changed."""
+        """Return the names in `bound`, and those sent to the rank whose objects ranks have changed.
+
+        The names are sorted.
+        """
         sent = (name for name in self._names_of_rank(rank, Sent) if self.is_changed(name))
         return sorted({*self.bound(rank), *sent})
 
@@ -473,14 +481,15 @@ class NameTable:
         return [name for name, entry in has.items() if isinstance(entry, kind)]
 
     def lacking_text(self, ranks: Iterable[int]) -> str:
-        """Write which variables new ranks lack: `model, x and 3 more`, modules first."""
+        """Write the variables that new ranks lack, modules first: `model, x and 3 more`."""
         lost = self._lacking_kinds(ranks)
         return list_names(lost, order=lost)
 
     def sources_of_lacking(self, ranks: Iterable[int]) -> dict[int, list[str]]:
         """Return the variables that new ranks lack, by the rank from which they can be copied.
 
-        This is the first rank that has the variable.  Variables that no rank has are left out.
+        The source of a variable is the lowest rank that has it.  Variables that no rank has are
+        left out.
         """
         sources: dict[int, list[str]] = {}
         for name in sorted(self._lacking_kinds(ranks)):
@@ -522,7 +531,8 @@ class NameTable:
     def _current_entries(self, name: str, kind: type[E]) -> dict[int, E]:
         """Return by rank the entries of this kind, if the notebook has not bound the name since.
 
-        The notebook must still have the object of the entry's `identity`, or still lack the name.
+        That is, the notebook still has the object of the entry's `identity`, or still lacks the
+        name.
         """
         entries, value = self._entries(name, kind).items(), self._value(name)
         return {
@@ -531,14 +541,15 @@ class NameTable:
 
 
 def _is_kept(identity: Identity | None, value: Any) -> bool:
-    """Return True if the notebook's value certainly is the same object as before."""
+    """Return True if the notebook's value is certainly the object that `identity` identifies."""
     return identity is not None and not is_atomic(value) and identity.is_still(value)
 
 
 def _losses(had: Iterable[Mapping[str, NameEntry]]) -> dict[str, Missing]:
-    """Return the names that are lost if all processes with these entries end.
+    """Return the names that a new process lacks because tasks have bound them on other processes.
 
-    A name that one process has bound and another has imported counts as bound.
+    `had` has the table entries of each of these processes.  A name that one process has bound and
+    another has imported counts as bound.
     """
     bound = ((n, e) for has in had for n, e in has.items() if not isinstance(e, Sent))
     ordered = sorted(bound, key=lambda each: each[1].import_path is None)

@@ -32,7 +32,7 @@ NOT_RETRIED_ERRORS |= {"IndentationError", "TabError"}
 
 
 def outside_text(running: TaskRun) -> str:
-    """Say that ranks called collectives of a group which has ranks outside of their task; or ""."""
+    """Say that a task has called a collective together with ranks that did not run it; or ""."""
     outside = {rank: done.outside for rank, done in running.done().items() if done.outside}
     others = set[int]().union(*outside.values())
     if not others:
@@ -45,7 +45,11 @@ def outside_text(running: TaskRun) -> str:
 
 
 def lacking_text(engine: Engine, running: TaskRun) -> str:
-    """Say which ranks have the name that a rank lacks, or where a missing module is; or ""."""
+    """Say which ranks have a name that is undefined on the failed rank, and how to copy it.
+
+    If a module or file is missing on the rank's machine, say where it is.  Return "" for other
+    errors, and if nothing is known that helps.
+    """
     rank, failure = running.transcript.root_cause() or (0, None)
     if not isinstance(failure, Failure):
         return ""
@@ -62,7 +66,10 @@ def lacking_text(engine: Engine, running: TaskRun) -> str:
 
 
 def replicas_text(engine: Engine, running: TaskRun) -> str:
-    """Say which ranks of a stopped or failed training ended at another step than others; or ""."""
+    """Say at which optimizer steps the ranks of a stopped or failed training ended.
+
+    Returns "" if the task was neither stopped nor failed, or if replicas seem to be equal.
+    """
     if not (running.stop.is_stopping or running.transcript.errors):
         return ""
     source, names = running.task.source, engine.names
@@ -92,7 +99,7 @@ def undefined_name(error: RankError) -> str:
 
 
 def death_error(engine: Engine, dead: Mapping[int, Died]) -> WorkerDied:
-    """Return the error about ranks that died while no task ran; it says what was done."""
+    """Return the error about ranks that died between two tasks; it says what was done."""
     (rank, died), table = next(iter(dead.items())), engine.rank_table
     host, pid = table.machines.name(rank), died.pid or table.pids.get(rank, 0)
     error = WorkerDied(Blame(rank, host, pid, {**dead}), None, died.exit_code, died.end)
@@ -101,15 +108,15 @@ def death_error(engine: Engine, dead: Mapping[int, Died]) -> WorkerDied:
 
 
 def broken_error(engine: Engine) -> WorldBroken:
-    """Return the error that the ranks share no group.
+    """Return the error which says that the ranks share no group.
 
-    Its text names the variables of `--keep` that are bound again once the group is formed.
+    Its text also names the variables that a restart keeps, and that the ranks get back later.
     """
     return WorldBroken(engine.rank_table.problem, list_names(engine.kept.names))
 
 
 def restart_text(engine: Engine, running: TaskRun) -> str:
-    """Write `rank 2 was killed by SIGKILL: restart 1 of 3`; "" if the task is not restarted."""
+    """Write `rank 2 was killed by SIGKILL: restart 1 of 3`; "" if the task is not run again."""
     done, max_restarts = running.task.attempt.number, running.task.attempt.most
     cause = running.transcript.root_cause()
     if done >= max_restarts or cause is None or running.stop.was_pressed or not engine.is_whole:
@@ -193,7 +200,8 @@ def stop_text(engine: Engine, killed: Iterable[int]) -> str:
 def late_stop_text(running: TaskRun) -> str:
     """Write `Stop came too late: ranks 0-1 have bound x`; call this only after a Stop.
 
-    Returns "" if the task does not hold Stop, or has not succeeded on all ranks.
+    Returns "" if the first Stop interrupts the task's ranks (see `Patience.holds_stop`), or if the
+    task has not succeeded on all ranks.
     """
     if not running.patience.holds_stop or running.unfinished or running.transcript.errors:
         return ""
@@ -203,7 +211,7 @@ def late_stop_text(running: TaskRun) -> str:
 
 
 def scaled_text(engine: Engine) -> str:
-    """Write `now 4 workers`, the ranks that have new numbers, and the variables new ranks lack."""
+    """Write `now 4 workers`, which ranks have new numbers, and which variables new ranks lack."""
     renumbering = engine.rank_table.renumbering
     new, text = renumbering.new, size_text(renumbering.after, renumbering.moved)
     if not new:

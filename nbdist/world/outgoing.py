@@ -1,8 +1,8 @@
 """Prepares values for sending: finds the objects that a rank lacks, and those that have changed.
 
-A value *leads to* the objects to which it refers, directly or through other objects.  This file is
-used in the notebook's process: `nbdist.notebook.shipping` prepares the variables of a cell with
-`Outgoing`, and `nbdist.world.remote_call` the arguments of a call.
+A value *leads to* the objects to which it refers, directly or through other objects.  `Outgoing` is
+used in the notebook's process: by `nbdist.notebook.shipping` for the variables of a cell, and by
+`nbdist.world.remote_call` for the arguments of a call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nbdist.world.sent_objects import Parcel, SentObjects
 
 
 def _has_hidden_contents(tool: str, part: Token) -> bool:
-    """Return True if a part's contents lie where code cannot see them, such as a tensor's memory.
+    """Return True if user code does not see that a part gets new contents, as a tensor new memory.
 
     `tool` is the kind of the object that has the part (`LinkEntry.tool`).
     """
@@ -38,10 +38,11 @@ def _has_hidden_contents(tool: str, part: Token) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SendQuestion:
-    """A question to ranks before a task is sent, for the op `nbdist.worker.ops.values.inspect`.
+    """The question to `ranks` which of the notebook's objects they have changed.
 
-    `objects` maps keys to the parts that ranks may have changed, None for the whole object.
-    `names` are variables that the task would bind to another object.
+    It is asked before a task is sent, by the op `nbdist.worker.ops.values.inspect`.  `objects` has
+    by key the parts that the question is about, None for the whole object.  `names` are variables
+    that the task would bind to another object.
     """
 
     ranks: tuple[int, ...]
@@ -55,7 +56,9 @@ class SendQuestion:
 
 
 class Outgoing:
-    """Finds what has changed in the objects to which values lead since they were sent to ranks.
+    """Finds how objects have changed since they were sent to ranks, and pickles the changes.
+
+    The objects are those to which the given values lead, and all others that ranks have.
 
         outgoing = Outgoing(objects, namespace, ranks)
         token = outgoing.scan_value(value)
@@ -65,7 +68,8 @@ class Outgoing:
         outgoing.renew_replaced()
         message, states = outgoing.message({"x": value}, rank)
 
-    With `forces` ranks get the notebook's state of all objects that were scanned.
+    With `forces`, ranks get the notebook's state of all scanned objects, even if the ranks have
+    changed these objects.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class Outgoing:
         # By key: the parts in which the notebook has put a new object in place of an object that
         # ranks have changed.
         self.replaced_parts: dict[int, set[Token]] = {}
-        # Keys of objects that a rank had dropped, and that the notebook has changed since.
+        # Keys of objects that a rank has dropped, and that the notebook has changed since then.
         self.unreached: set[int] = set()
         self._dropped: dict[int, dict[Token, set[int]]] = {}
         self.forces = forces
@@ -95,7 +99,7 @@ class Outgoing:
     # --- scanning -------------------------------------------------------------------------
 
     def scan_value(self, value: Any) -> Token:
-        """Read the states of all objects that a value leads to; return the token of the value.
+        """Read the states of all objects to which a value leads; return the value's token.
 
         Raises PicklingError, and any exception of a class's own `__reduce__`.
         """
@@ -121,7 +125,7 @@ class Outgoing:
 
     @cached_property
     def _sent_states(self) -> dict[int, ObjectState]:
-        """By key, the state of an object that was sent to ranks; one state if they got several."""
+        """By key, the state in which an object was sent; one of them if ranks got several."""
         states: dict[int, ObjectState] = {}
         for rank in self.ranks:
             states |= self.objects.of(rank)
@@ -148,9 +152,9 @@ class Outgoing:
         self.changed = {rank: self._changed_on(rank) for rank in self.ranks}
 
     def _scan_others(self) -> None:
-        """Read also the states of objects to which no value leads, but which ranks have.
+        """Read also the states of objects that ranks have, but to which no scanned value leads.
 
-        A cell may use them on the ranks, for example through a variable that a rank has bound.
+        A cell may use these objects, for example through a variable that a rank has bound.
         """
         known_states = self._sent_states
         unread = [
@@ -162,7 +166,8 @@ class Outgoing:
         others.states.update(self.states)
         with without_cycles():
             others.read_all(unread)
-        # If the new state is equal, keep the known state: `_changed_on` skips the same object.
+        # If the new state equals the known state, keep the known `ObjectState` itself, which
+        # `_changed_on` can skip without a comparison.
         known = known_states.get
         self.states = others.states
         for key, state in [*self.states.items()]:
@@ -193,19 +198,21 @@ class Outgoing:
         return changed
 
     def _record_unreached(self, parent: ObjectState, ended: Mapping[int, ObjectState]) -> None:
-        """Record in `unreached` the objects that a rank dropped and the notebook then changed.
+        """Record in `unreached` the objects that a rank has dropped and the notebook has changed.
 
-        Only objects to which `parent` leads directly are recorded.
+        Of these, only the objects to which `parent` refers directly are recorded.  `ended` has the
+        states of the dropped objects, by key.
         """
         for key in parent.children:
             if key in ended and key in self.states and self.states[key] != ended[key]:
                 self.unreached.add(key)
 
     def objects_to_inspect(self) -> dict[int, ChangedParts]:
-        """Return, by key, the parts of objects about which ranks must be asked (None: all parts).
+        """Return, by key, the parts of objects about which ranks must be asked, None for all parts.
 
         Sending the values would change these parts on a rank, or would make the rank drop the
-        object.  The caller asks whether ranks have changed the parts themselves (`SendQuestion`).
+        object.  The caller first asks whether ranks have changed the parts themselves
+        (`SendQuestion`), since their changes would be lost.
         """
         objects: dict[int, ChangedParts] = {}
         for rank, changed in self.changed.items():
@@ -213,8 +220,8 @@ class Outgoing:
                 for part, dropped in self._dropped_by(key, parts, self.objects.of(rank)):
                     self._dropped.setdefault(key, {}).setdefault(part, set()).update(dropped)
                     objects |= dict.fromkeys(dropped)
-                # Ask about the whole object (None) if a new object would take its place, since that
-                # would discard all changes of the rank.
+                # If a new object would take the place of this object, all changes of the rank would
+                # be lost.  So ask about the whole object (None).
                 if parts is None or HEAD_PART in parts or objects.get(key, parts) is None:
                     objects[key] = None
                 else:
@@ -224,13 +231,13 @@ class Outgoing:
     def _dropped_by(
         self, key: int, parts: ChangedParts, known_states: Mapping[int, ObjectState]
     ) -> Iterator[tuple[Token, set[int]]]:
-        """Yield each of an object's `parts` from which objects were dropped, with their keys.
+        """Yield the parts of an object that have dropped other objects, with the keys of these.
 
-        A part has dropped the objects to which it led before, and no longer leads.  The ranks may
+        A part has *dropped* the objects to which it led before and no longer leads.  The ranks may
         have changed a dropped object: `model.half()` gives each weight new memory, and the ranks
-        may have trained the old memory.  An object that the notebook still has elsewhere is left
-        out, since ranks keep that object too, unless the part has hidden contents
-        (`_has_hidden_contents`).
+        may have trained the old memory.  Objects that the notebook still has elsewhere are left
+        out, since ranks keep them, too.  But if the part has hidden contents
+        (`_has_hidden_contents`), all dropped objects count.
         """
         before, now, links = known_states[key], self.states[key], self.objects.links
         entry = links.by_key.get(key)
@@ -280,10 +287,10 @@ class Outgoing:
         self.changed = {rank: self._changed_on(rank) for rank in self.ranks}
 
     def kept(self) -> dict[int, ChangedParts]:
-        """Return by key the parts that the notebook has changed and that ranks do not get.
+        """Return, by key, the parts that the notebook has changed and that ranks do not get.
 
-        Ranks have changed these parts too, or dropped the object.  The caller shows a notice, so
-        each change of an object is returned only once.
+        Ranks have changed these parts too, or have dropped the object.  The caller shows a notice
+        about them.  Each change of an object is returned only once.
         """
         kept: dict[int, ChangedParts] = {}
         for key in self.states.keys() & self.objects.theirs.keys():
@@ -308,10 +315,10 @@ class Outgoing:
     def renew_replaced(self) -> bool:
         """Give a new key to objects whose counterpart on a rank cannot be changed in place.
 
-        Returns True if there were such objects.  Then the caller scans and compares all values
-        again, because an object with such an object as a part may have to be replaced, too.  The
-        caller repeats this until the result is False.  No rank has an object under a new key, so no
-        object is replaced twice, and the repetition ends.
+        Returns True if there were such objects.  Then the caller has to scan and compare all values
+        again, and call this method again, until it returns False: an object that has a replaced
+        object as a part may have to be replaced, too.  The repetition ends, because no rank has an
+        object under a new key, so that no object is replaced twice.
         """
         links = self.objects.links
         replaced = {
@@ -329,7 +336,11 @@ class Outgoing:
     # --- sending --------------------------------------------------------------------------
 
     def groups(self, lacks: Mapping[int, Collection[str]]) -> list[tuple[int, ...]]:
-        """Return groups of ranks that lack the same names and have the same states of objects."""
+        """Return groups of ranks to which the same message can be sent.
+
+        The ranks of a group lack the same names (`lacks` has them by rank), and have got all
+        objects in the same states.
+        """
         ranks_by_signature: dict[Hashable, list[int]] = {}
         for rank in sorted(self.ranks):
             known_states = self.objects.of(rank)
@@ -340,10 +351,10 @@ class Outgoing:
     def message(
         self, values: Mapping[str, Any], rank: int
     ) -> tuple[ValueMessage, dict[int, ObjectState]]:
-        """Pickle values and changes of objects for a rank.
+        """Pickle `values`, by name, and the changes of objects for a rank.
 
-        Returns the message, and by key the states of objects that the rank gets by the message.
-        Raises any exception of pickling.
+        Returns the message, and by key the new states of the objects that the message changes on
+        the rank or brings to it.  Raises any exception of pickling.
         """
         known_states, links = self.objects.of(rank), self.objects.links
         updates: list[ObjectUpdate] = []
@@ -372,9 +383,9 @@ class Outgoing:
     def parcels(
         self, sent: Iterable[tuple[Iterable[int], Parcel]], binds: frozenset[str] = frozenset()
     ) -> dict[int, Parcel]:
-        """Return the parcel of each rank, also of ranks to which nothing was `sent`.
+        """Return the parcel of each rank; a rank that is not in `sent` gets no names and objects.
 
-        `sent` has the parcels, each with the ranks that get it.  `binds` is as in `Parcel`.
+        `sent` has pairs of ranks and the parcel that they get.  `binds` is as in `Parcel`.
         """
         compared = 0 if self.forces else self.objects.runs
         parcels = dict.fromkeys(self.ranks, Parcel(compared=compared, binds=binds))
@@ -384,9 +395,10 @@ class Outgoing:
 
 
 def merged(now: ObjectState, before: ObjectState, parts: ChangedParts) -> ObjectState:
-    """Return the state of a rank's object that was in state `before` and got `parts` of `now`.
+    """Return the state of a rank's object after it has got some parts of the notebook's object.
 
-    If `parts` is None, the rank got the whole object.
+    The rank's object was in the state `before`.  It has got the `parts` of the notebook's state
+    `now`; None stands for the whole object.
     """
     if parts is None or now.parts is None or before.parts is None:
         return now

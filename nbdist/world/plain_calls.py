@@ -1,8 +1,8 @@
 """Packs calls of `World.run` that have only plain arguments, such as `run(step, 3, "sgd")`.
 
-Runs in the notebook's process.  Such a call refers to no object whose identity a user can notice,
-so its message needs no key and no comparison with objects that were sent before.  The pickle of a
-function is kept until any part of the function changes.
+Runs in the notebook's process.  The arguments of such a call cannot be changed, so a user cannot
+tell a copy from the original.  Its message therefore needs no keys, and no comparison with objects
+that were sent before.  The pickle of a function is kept until any part of the function changes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ MAX_ARGUMENTS = 16
 """The most arguments of a plain call, and the most items of a tuple among them."""
 
 MAX_KEPT = 64
-"""The most functions whose pickles are kept; if there are more, all are made again."""
+"""The most functions whose pickles are kept; a further function empties the table."""
 
 
 class PlainCall(NamedTuple):
-    """A packed call, and the variables of `__main__` that it brings.
+    """A packed call, and `names`, the variables of `__main__` that are sent with it.
 
     The payload has a frame for the function, a frame for the arguments and, if there are variables,
     a frame for them.
@@ -39,7 +39,11 @@ class PlainCall(NamedTuple):
 
 
 class _KeptFunction(NamedTuple):
-    """The pickle of a function, which is valid while the function has the same `parts`."""
+    """The pickle of a function, and the `parts` that the function had at that time.
+
+    The pickle is used only while all parts are the same objects.  `needs` are the names of
+    `__main__` that the function uses.
+    """
 
     parts: tuple[Any, ...]
     needs: tuple[str, ...]
@@ -59,10 +63,10 @@ def pack(
 ) -> PlainCall | None:
     """Pack a call whose function, arguments and variables are plain; return None for other calls.
 
-    A plain function is pickled by its name, or was defined in `__main__`, whose variables are in
-    `namespace`.  It captures no variables, has no attributes of its own, and uses only variables of
-    `__main__` that are modules or plain values.  `is_ours` tells of a name that the function uses
-    whether the name's value is sent with the call.
+    A function is plain if it is pickled by its name.  A function of `__main__`, whose variables are
+    in `namespace`, is plain if it captures no variables, has no attributes of its own, and uses
+    only variables that are modules or plain values.  `is_ours(name)` returns True if the value of a
+    name that the function uses is sent with the call.
     """
     if not (_are_plain(args) and _are_plain(kwargs.values())):
         return None
@@ -91,7 +95,7 @@ def _are_plain(values: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True for a short atomic value, or a tuple of few such values: nobody can change it."""
+    """Return True for a short atomic value, such as a number, or a short tuple of such values."""
     if type(value) is tuple:
         return len(value) <= MAX_ARGUMENTS and all(map(is_atomic, value))
     return is_atomic(value)
@@ -118,8 +122,7 @@ def _by_import(value: Any) -> Any:
 def _keep(namespace: dict[str, Any], function: Any) -> _KeptFunction | None:
     """Return the pickle of a plain function of `__main__`, or None if the function is not plain.
 
-    The pickle that was made earlier is returned only if all parts of the function are the same
-    objects as then.
+    An earlier pickle is returned if all parts of the function are still the same objects.
     """
     if getattr(function, "__globals__", None) is not namespace:
         return None
@@ -134,7 +137,7 @@ def _keep(namespace: dict[str, Any], function: Any) -> _KeptFunction | None:
     if needs is None:
         needs = (*sorted(definitions.global_names(code)),)
     submodules = definitions.imported_submodules(function, frozenset(needs))
-    # A cell that runs again, or that is defined anew, gets another entry.
+    # If the cell has run again, `linecache` has another entry, and the pickle is made again.
     source = linecache.cache.get(code.co_filename)
     parts = (code, namespace, source, len(submodules), *submodules, *details)
     if kept is not None and _are_same(kept.parts, parts):

@@ -22,9 +22,9 @@ from nbdist.world.states import Machines, Renumbering, compare
 class RankTable:
     """The ranks of a world: the spec of the world, and by rank the process, machine and death.
 
-    `dead` has the ranks that have died and were not replaced yet; `replaced` has deaths of ranks
-    that were replaced, until the user is told.  `joined` has the names of machines that have come
-    and could have ranks, in the order of their arrival.
+    `dead` has the deaths of ranks that were not replaced yet.  `replaced` has the deaths of ranks
+    that were replaced, until a message tells the user.  `joined` has the names of machines that
+    have arrived but have no ranks yet, in the order of their arrival.
     """
 
     def __init__(self, spec: WorldSpec) -> None:
@@ -40,7 +40,8 @@ class RankTable:
         # Process ids of dead ranks whose death a cell has reported before they could be replaced.
         self.told_deaths: set[int] = set()
         self.joined: dict[str, None] = {}
-        # The policy that was carried out last: a requested restart always heals.
+        # What was done last about a broken group.  A restart of ranks that the user has requested
+        # counts as "heal", whatever the option `--on-failure` says.
         self.last_policy: OnFailure = "heal"
         self.renumbering = Renumbering(0, 0, {})  # the change when the group was last formed again
         self._renumbered: Renumbering | None = None  # all changes since `pop_renumbering`
@@ -84,17 +85,17 @@ class RankTable:
         self.machines = Machines.of(reply.hosts, self.spec) if reply.hosts else one
 
     def apply_healed(self, healed: Healed) -> Renumbering:
-        """Store spec and processes after the agent has tried to form the group again.
+        """Store the spec and the processes after the agent has tried to form the group again.
 
-        There may be more or fewer workers than before.  Returns which rank has which number now.
+        There may be more or fewer workers than before.  Returns the change of the ranks' numbers.
         """
         now = processes(healed.pids, healed.spec.slots)
         change = compare(processes(self.pids, self.spec.slots), now)
         self.problem, self.rejoin_hint = healed.problem, healed.rejoin_hint
         self.spec = healed.spec
         self.record_processes(healed, self.machines.name(0))
-        # Forget deaths of ranks beyond the new size, such as of a rank that could not be added; and
-        # if numbers have changed, deaths whose number belongs to another process now.
+        # Forget the deaths of ranks beyond the new size, such as of a rank that could not be added.
+        # If numbers have changed, also forget deaths whose number now belongs to another process.
         self.dead = {
             rank: died
             for rank, died in self.dead.items()
@@ -117,17 +118,17 @@ class RankTable:
         return replaced
 
     def mark_reported(self, ranks: Iterable[int]) -> None:
-        """Record that the user was told, or need not be told, that these ranks were replaced."""
+        """Drop the deaths of these ranks from `replaced`: the user knows or need not know."""
         for rank in ranks:
             self.replaced.pop(rank, None)
 
     def pop_renumbering(self) -> Mapping[int, int]:
-        """Return by old number the new number of each rank that has moved since the last call."""
+        """Return new numbers, by old number, of the ranks that have moved since the last call."""
         renumbering, self._renumbered = self._renumbered, None
         return renumbering.moved if renumbering else {}
 
     def with_host_names(self, reply: Reply) -> Any:
-        """Return the agent's reply; rows of a status get the names of machines, if known."""
+        """Return an agent's reply; if it is a status, its rows get the names of their machines."""
         match reply:
             case (WorkerStatus(), *_):
                 name = self.machines.name

@@ -51,36 +51,38 @@ HEAL_AFTER_STOP = 8.0  # seconds; then control is returned, and the next cell tr
 SCALE_TIMEOUT = 3000.0  # must exceed a head's time to try a new size and to restore the old one
 
 Following: TypeAlias = Generator[RankOutputs, float | None, None]
-"""The generator that `follow` returns; a sent number is the longest wait in seconds."""
+"""The type of `follow`'s generator: yields new outputs; send it the longest wait in seconds."""
 
 # --- one task, to its end ---------------------------------------------------------------------
 
 
 def follow(engine: Engine, running: TaskRun, *, answers: bool = False) -> Following:
-    """Yield new output of `running` until every rank has finished.
+    """Yield new output of a task until all its ranks have finished; then heal a broken group.
 
         for outputs in follow(engine, running):
             with running.stop.counting_presses():
                 draw(outputs)
 
-    After the first Stop (KeyboardInterrupt) the ranks are interrupted and the loop goes on.  After
-    the second, or after `Patience.control_timeout`, the loop ends while ranks are unfinished; if
-    that timeout is None, each Stop interrupts the ranks again: `nbdist.world.stop` has the table.
-    In the loop Stop does not raise, but is counted in `running.stop.presses`.  When all ranks have
-    finished, a broken group is healed as the policy says, unless other ranks run another task:
-    healing then waits for that task's end.  If this process is about to end and the workers outlive
-    it, the loop ends.
+    In the loop Stop does not raise KeyboardInterrupt, but is counted in `running.stop.presses`.
+    The first Stop interrupts the ranks, and the loop goes on.  The second Stop ends the loop, even
+    if ranks are unfinished, and so does `Patience.control_timeout` after the first.  For a job,
+    whose `control_timeout` is None, each Stop only interrupts the ranks.  `nbdist.world.stop` has
+    the whole table.
 
-    With `answers` the caller has to answer prompts (`AgentConnection.reply`); without, ranks get an
-    error.  Send the generator the longest time in seconds to wait for messages, at most
-    `CELL_TICK`; 0.0 polls.
+    The group is healed as the option `--on-failure` says.  If other ranks still run another task,
+    the group is healed after that task.  The loop ends early if this process is about to end and
+    the workers outlive it.
+
+    With `answers` the caller has to answer prompts (`AgentConnection.reply`); without it, prompts
+    raise an error on the ranks.  The caller may send the generator the longest time in seconds to
+    wait for messages; more than `CELL_TICK` counts as `CELL_TICK`, and 0.0 does not wait.
     """
     stop = running.stop
     longest: float | None = None
     stop.handle(StopEvent.WAIT, time.monotonic())
     while running.unfinished:
         with stop.counting_presses():
-            # Handle Stop first: Stop may have come while the task was sent, or in the consumer.
+            # Handle Stop first: it may have come while the task was sent, or in the caller's loop.
             if engine.outlives_kernel(LEAVE_SECONDS if stop.will_interrupt else 0.0):
                 return
             if _carry_out(engine, running, stop.poll(time.monotonic())):
@@ -108,16 +110,16 @@ def follow(engine: Engine, running: TaskRun, *, answers: bool = False) -> Follow
 
 
 def _receive_beside_others(engine: Engine, running: TaskRun, timeout: float) -> None:
-    """Wait for messages, and show the output of jobs on other ranks while a cell runs."""
+    """Wait for messages and handle them; while a cell runs, also show the output of jobs."""
     inbox.receive(engine, timeout)
     if not running.is_job:  # jobs are followed in short steps
         engine.hooks.step_others()
 
 
 def _waits_to_restart(engine: Engine, running: TaskRun) -> bool:
-    """Return True if a failed task can only be restarted once other ranks have finished their task.
+    """Return True if a failed task is to run again, but other ranks must finish their task before.
 
-    So it is if attempts are left, but the group is broken: healing the group needs all ranks.
+    The group is broken in this case, and healing it needs all ranks.
     """
     has_attempts = running.task.attempt.number < running.task.attempt.most
     is_waiting = has_attempts and bool(running.transcript.errors) and not running.stop.was_pressed
@@ -125,9 +127,9 @@ def _waits_to_restart(engine: Engine, running: TaskRun) -> bool:
 
 
 def interrupt(engine: Engine, running: TaskRun) -> None:
-    """Interrupt the ranks that still run a task, although Stop was not pressed for it.
+    """Interrupt the ranks that still run a task, without a Stop of the user.
 
-    If the task holds Stop (`Patience.holds_stop`), the first interrupt is only recorded.
+    If the task has `Patience.holds_stop`, the first interrupt is only recorded.
     """
     if running.unfinished:
         actions = running.stop.handle(StopEvent.INTERRUPT, time.monotonic())
@@ -135,13 +137,13 @@ def interrupt(engine: Engine, running: TaskRun) -> None:
 
 
 def interrupt_all(engine: Engine) -> None:
-    """Interrupt the ranks that run a task, as Stop does; do nothing if no rank runs a task."""
+    """Interrupt all ranks that run a task, as `interrupt` does."""
     for run in engine.task_table.runs:
         interrupt(engine, run)
 
 
 def _carry_out(engine: Engine, running: TaskRun, actions: Iterable[StopAction]) -> bool:
-    """Carry out what Stop does to a task; return True if `follow` must return control."""
+    """Carry out the actions of `running.stop`; return True if `follow` must return control."""
     for action in actions:
         match action:
             case StopAction.INTERRUPT | StopAction.RECORD:
@@ -161,9 +163,9 @@ def _carry_out(engine: Engine, running: TaskRun, actions: Iterable[StopAction]) 
 
 
 def _spare_ranks(engine: Engine, running: TaskRun) -> None:
-    """Ask the agent not to kill the ranks that still run the task, unless Stop is pressed again.
+    """Ask the agent not to kill the ranks that still run the task, until Stop is pressed again.
 
-    `running.stop.spared` becomes the ranks that the agent does not kill then.
+    Sets `running.stop.spared` to the ranks for which the agent agrees.
     """
     answer = engine.connection.link.ask(SpareRanks(running.unfinished))
     with suppress(TimeoutError, AgentLost):
@@ -183,8 +185,8 @@ def _locate(engine: Engine, running: TaskRun) -> dict[int, RankPosition]:
 def _complete(engine: Engine, running: TaskRun) -> None:
     """Do the work after all ranks have finished a task: heal the group, and explain the result.
 
-    The explaining sentences become attributes of `running`.  Unless the task is restarted, it is
-    added to the `TaskHistory`.
+    Sets the attributes of `running` that have sentences for the user.  Adds the task to the
+    `TaskHistory`, unless the task is run again.
     """
     # Write the first sentences now, because a Stop can break off the steps below.
     running.replicas_text = replicas_text(engine, running)
@@ -193,12 +195,12 @@ def _complete(engine: Engine, running: TaskRun) -> None:
         running.transcript.warn(text)
     _abort_leftovers(engine, running)
     if running.members.heals and running.explain_death({}):
-        # Locate the survivors before healing: after it they no longer know their last collectives.
+        # Locate the survivors before healing, which makes them forget their last collectives.
         places = {**running.unwoken, **_locate(engine, running)}
         running.why_died = running.explain_death(places)
-    # In a stalled network the ranks could not form a group now; the next cell heals instead.
-    # Healing needs all ranks: if some run another task, a later cell heals, too.
-    # Healing may restart further ranks, which is why `again` is added to the deaths.
+    # In a stalled network the ranks could not form a group now, so the next cell heals the group.
+    # `heal` does nothing if other ranks run another task; then, too, a later cell heals the group.
+    # Healing may restart further ranks: `again` has them, and they count as lost.
     again = () if running.stop.was_stalled else heal(engine)
     if lost := sorted({*running.deaths, *again}):
         running.recovery_text = healing_text(engine, lost)
@@ -215,10 +217,10 @@ def _complete(engine: Engine, running: TaskRun) -> None:
 
 
 def _abort_leftovers(engine: Engine, running: TaskRun) -> None:
-    """Abort collectives that a failed task has left incomplete.
+    """Abort collectives that a failed task has left incomplete on its ranks.
 
-    Otherwise a collective of the next task would be matched with an incomplete one.  Ranks that run
-    another task are left out.
+    Without this, a collective of the next task would be matched with an incomplete one.  Ranks that
+    run another task are left out.
     """
     if not (running.transcript.errors and engine.is_whole and running.rules.has_group):
         return
@@ -235,7 +237,7 @@ def _abort_leftovers(engine: Engine, running: TaskRun) -> None:
         }
         last_places.update(answers)
         running.differing = differing(last_places)
-        # A rank whose collectives have ended begins no more: only other ranks must answer again.
+        # A rank whose collectives have ended begins no further ones, so it need not answer again.
         ended = {rank for rank, place in last_places.items() if not place.unfinished}
         if not free <= {*answers, *ended} and time.monotonic() < until:
             continue
@@ -251,19 +253,21 @@ def _abort_leftovers(engine: Engine, running: TaskRun) -> None:
 # --- healing and scaling of the group ---------------------------------------------------------
 
 # The state is BROKEN once a rank has died or connections of the group were closed.  The remedy is
-# the request `Heal`: the agent starts workers in place of the dead, and all ranks form a group
-# again.  `Scale` and `Grow` change the size too.  `regroup` sends the request, updates the tables
-# and the state from the reply, and runs the set-up cells in the new workers.
+# the request `Heal`: the agent starts workers in place of dead ones, and all ranks form a group
+# again.  The requests `Scale` and `Grow` also change the number of ranks.  `regroup` sends the
+# request, updates the tables and the state from the reply, and runs the set-up cells in the new
+# workers.
 
 
 def heal(engine: Engine) -> tuple[int, ...]:
     """Repair a broken group as the `on_failure` policy says; return the ranks that were replaced.
 
-    Does nothing while a rank runs a task, because all ranks have to take part.
-    With the policy "heal", or without a death, the surviving ranks keep their variables, modules,
-    meshes and subgroups.  If that is impossible, the state stays BROKEN, and `problem` says why.
-    After a death the other policies end or restart all workers, and no ranks are returned.  A rank
-    that was killed for its restart (`Died.by_restart`) does not count as a death.
+    Does nothing while a rank runs a task, because all ranks have to take part.  With the policy
+    "heal", or if no rank has died, the surviving ranks keep their variables, modules, meshes and
+    subgroups.  If the group cannot be formed, the state stays BROKEN, and `RankTable.problem` says
+    why.  If a rank has died, the policies "stop" and "restart-all" end or restart all workers, and
+    no ranks are returned.  A rank that was killed for its restart (`Died.by_restart`) does not
+    count as dead here.
     """
     if engine.state is WorldState.HEALING:  # Stop came before `regroup` could record the result
         engine.advance(Event.HEAL_FAILED)
@@ -291,10 +295,10 @@ def heal(engine: Engine) -> tuple[int, ...]:
 
 
 def regroup(engine: Engine, request: Heal | Scale | Grow) -> tuple[tuple[int, ...], str]:
-    """Let the agent form the group again, and run the set-up cells in its new ranks.
+    """Let the agent form the group again, and run the set-up cells in new workers.
 
-    Returns the ranks that were replaced, and why the group could not get the wanted size, or "".
-    If the ranks share no group afterwards, the state is BROKEN and `problem` says why.
+    Returns the ranks that were replaced, and why the group did not get the requested size, or "".
+    If the ranks share no group afterwards, the state is BROKEN and `RankTable.problem` says why.
     """
     table, running = engine.rank_table, engine.task_table.last
     replaced, why = tuple[int, ...](), ""
@@ -315,7 +319,8 @@ def regroup(engine: Engine, request: Heal | Scale | Grow) -> tuple[tuple[int, ..
         patience = HEAL_AFTER_STOP if running and running.stop.must_hurry else timeout
         healed = engine.connection.link.call(request, timeout, patience)
         assert isinstance(healed, Healed)
-        # Deaths during the request arrive before the reply: these ranks were replaced, too.
+        # Messages about deaths during the request arrive before the reply.  These ranks were
+        # replaced, too.
         inbox.receive_waiting(engine)
         engine.apply_healed(healed)
         if again := {r for r, died in table.dead.items() if died.pid == healed.pids[r]}:
@@ -329,7 +334,7 @@ def regroup(engine: Engine, request: Heal | Scale | Grow) -> tuple[tuple[int, ..
     finally:
         engine.advance(outcome)
     if isinstance(request, Scale):
-        # Ranks that were being added and died are new to the user: no line about their restart.
+        # If a rank that was being added has died, the user does not know it: show no line about it.
         table.mark_reported(table.renumbering.new)
     new = {*replaced, *table.renumbering.new}
     if new:
@@ -371,10 +376,10 @@ def record_changes(engine: Engine, ranks: Collection[int]) -> None:
 
 @contextmanager
 def _keeping_last_task(engine: Engine) -> Iterator[None]:
-    """Let `TaskTable.last` be the user's last task again after tasks of nbdist in this block.
+    """Restore `TaskTable.last` after this block, in which nbdist runs tasks of its own.
 
-    But if Stop has returned control while ranks are in a task of the block, that task stays: the
-    next cell waits for these ranks.
+    `last` stays a task of the block if Stop has returned control while ranks still run that task.
+    The next cell then waits for these ranks.
     """
     tasks = engine.task_table
     last_task = tasks.last
@@ -389,10 +394,11 @@ def _keeping_last_task(engine: Engine) -> Iterator[None]:
 
 
 def replay(engine: Engine, ranks: Collection[int]) -> NbdistError | None:
-    """Run the set-up cells on new workers, `ranks`: each cell on the ranks that it is for.
+    """Run the set-up cells on new workers; `ranks` are the new ranks.
 
-    Ends at the first cell that fails, and returns its error; raises KeyboardInterrupt after Stop.
-    If a set-up cell kills its worker, the worker's replacement does not run the cells again.
+    Each cell runs on those of its own ranks that are new.  Returns None, or the error of the first
+    cell that fails; later cells do not run then.  Raises KeyboardInterrupt after Stop.  If a set-up
+    cell kills its worker, the worker's replacement does not run the cells again.
     """
     setup = engine.setup
     if setup.is_replaying or not engine.is_whole:

@@ -1,7 +1,7 @@
 """Runs functions and scripts on ranks of a world, and prints their output line by line.
 
-`World` uses this module in a script or notebook; the notebook's magics show panels instead.
-Prompts of ranks are answered by this process's `input`, on the thread that follows the task.
+`World` uses this module in a script or notebook; the notebook's magics show panels instead.  If a
+rank asks for input, this process's `input` asks the user, on the thread that follows the task.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def find_script(
 ) -> Script:
     """Return the `Script` that runs a file, module or executable.
 
-    Raises UsageError if there is no such program, or if it cannot run.  The program is not imported
-    here, since it may import torch.
+    `local_rank` is as in `Script`.  Raises UsageError if there is no such program, or if it cannot
+    run.  A module is found without importing it, since it may import torch.
     """
     find = {"file": _find_file, "module": _find_module, "executable": _find_executable}[kind]
     file, root = find(name)
@@ -85,7 +85,7 @@ def _find_file(name: str) -> tuple[str, str]:
 
 
 def _find_module(name: str) -> tuple[str, str]:
-    """Return a module's file and the folder of the program's own code; "" and "" without a file."""
+    """Return a module's file, and the folder of the program's code; twice "" without a file."""
     if name.endswith(".py") or os.sep in name:
         module = name.removesuffix(".py").strip("./").replace(os.sep, ".")
         raise UsageError(
@@ -140,9 +140,9 @@ def _find_executable(name: str) -> tuple[str, str]:
 
 
 def ask(engine: Engine, running: TaskRun, rank: int) -> None:
-    """Ask the user for a rank's input, and send the input to the rank.
+    """Ask the user for the input that a rank waits for, and send it to the rank.
 
-    If this process cannot ask for input, refuse all prompts of the task.
+    If this process cannot ask for input, `input` raises on all ranks of the task that wait for it.
     """
     request, prompt = running.prompts[rank], running.prompts.prompt(rank)
     while True:
@@ -164,7 +164,7 @@ def ask(engine: Engine, running: TaskRun, rank: int) -> None:
 
 
 SCRIPT_NAMES = frozenset({"__file__"})
-"""Names that Python itself binds in `__main__`, and that are sent since functions may read them."""
+"""Names that Python binds in `__main__`, and that are sent because functions may use them."""
 
 TRACEBACK_HEAD = "Traceback (most recent call last)"
 
@@ -172,8 +172,8 @@ TRACEBACK_HEAD = "Traceback (most recent call last)"
 def pop_selection(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Remove the arguments `ranks` and `rank` of `World.run` from `kwargs`, and return them.
 
-    Raises UsageError if the function can take an argument of the same name too: then nobody can
-    tell whether the argument selects ranks or is meant for the function.
+    Raises UsageError if the function can take an argument of the same name: then it is unclear
+    whether the argument selects ranks or is meant for the function.
     """
     selection: dict[str, Any] = {
         name: kwargs.pop(name) for name in ("ranks", "rank") if name in kwargs
@@ -190,7 +190,7 @@ def pop_selection(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[
 
 
 def _takes_argument(function: Callable[..., Any], name: str) -> bool:
-    """Return True if a function accepts a keyword argument of this name, or if nobody can tell."""
+    """Return True if a function accepts a keyword argument of this name, or has no signature."""
     while isinstance(function, functools.partial):
         if name in function.keywords:  # bound already, so the name is not the function's any more
             return False
@@ -213,7 +213,7 @@ def run_call(
     kwargs: dict[str, Any],
     ranks: tuple[int, ...],
 ) -> CellResult[Any]:
-    """Call a function on all of these ranks at once, and return its values; see `World.run`."""
+    """Call a function on all of these ranks at once; return its values (see `World.run`)."""
 
     def call(
         packed: Mapping[int, Payload],
@@ -246,8 +246,8 @@ def _parcels_of_plain(
 ) -> dict[int, Parcel] | None:
     """Return the parcels for a plain call, which brings no objects to the ranks.
 
-    Returns None if the call has to bring something after all: the notebook has changed an object
-    that a rank has, or the function itself has a counterpart on a rank.
+    Returns None if the call has to bring an object nevertheless: if the notebook has changed an
+    object that a rank has, or if a rank has a counterpart of the function itself.
     """
     objects = engine.names.objects
     known_states = [objects.of(rank) for rank in ranks]
@@ -265,9 +265,9 @@ def _parcels_of_plain(
 
 
 def outdated_names(engine: Engine, names: Iterable[str]) -> dict[int, list[str]]:
-    """Return by rank those of the names that the notebook has bound again since it sent them.
+    """Return, by rank, those of `names` that the notebook has bound again since it sent them there.
 
-    During a call the returned names have the notebook's present values, as they would in a cell.
+    The ranks then use the notebook's present values of these names during the call, as in a cell.
     """
     outdated: dict[int, list[str]] = {}
     for name in names:
@@ -282,8 +282,8 @@ def sending(
 ) -> Iterator[tuple[dict[int, Payload], dict[int, Parcel]]]:
     """Pack values for ranks, with references to objects that the ranks already have.
 
-    Yields the payloads by rank, and the parcel that each rank receives with them.  The end of the
-    context closes the shared memory of the payloads: wait for the task within the context.  Raises
+    Yields the payloads by rank, and by rank the parcel that records what the payload brings.  Wait
+    for the task within the context, since its end closes the shared memory of the payloads.  Raises
     any exception of pickling.
     """
     objects = engine.names.objects
@@ -320,7 +320,7 @@ def _log_kept(outgoing: Outgoing) -> None:
 
 
 def run(engine: Engine, task: Task, max_restarts: int = 0) -> CellResult[Any]:
-    """Run a task, again at most `max_restarts` times if it fails; return or raise as `outcome`."""
+    """Run a task, and again if it fails, at most `max_restarts` times; return as `outcome`."""
     return outcome(engine, _attempts(engine, task, max_restarts))
 
 
@@ -333,9 +333,9 @@ def _attempts(engine: Engine, task: Task, max_restarts: int) -> Iterator[TaskRun
 
 
 def outcome(engine: Engine, attempts: Iterable[TaskRun]) -> CellResult[Any]:
-    """Wait for each attempt, and return the result of the last one or raise its error.
+    """Wait for each attempt of a task; return the result of the last attempt, or raise its error.
 
-    With the config's `show` option, output is printed line by line: `[0-1] epoch 3`.  The error
+    With the option `show` of the world, output is printed line by line: `[0-1] epoch 3`.  The error
     shows the traceback of the rank that failed first.  Raises KeyboardInterrupt after Stop.
     """
     for running in attempts:
@@ -360,9 +360,10 @@ def check(engine: Engine, running: TaskRun) -> None:
 
 
 def following(engine: Engine, running: TaskRun) -> Iterator[None]:
-    """Follow a task to its end, and yield after each step.
+    """Follow a task as `recovery.follow` does, and yield after each step.
 
-    Output is printed if the config says `show`, and the user answers prompts.
+    With the option `show` of the world, print the output of ranks.  Ask the user for input if a
+    rank waits for it.
     """
     lines, bars = PlainLines(running.task.ranks), MovingLine(sys.stdout)
     for outputs in recovery.follow(engine, running, answers=True):
@@ -391,7 +392,7 @@ def _write(lines: Iterable[str], bars: MovingLine) -> None:
 
 
 def _rank_lines(error: RankError | None) -> Sequence[str]:
-    """Return the traceback of a failed rank, without colours, or the last lines of a dead rank."""
+    """Return the lines of a rank's traceback, without colours, or the last lines of a dead rank."""
     if not isinstance(error, Failure):
         return error.last_lines if error else ()
     lines = strip("\n".join([*error.traceback, *error.account])).splitlines()
@@ -412,7 +413,7 @@ def names_of_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the variables of `__main__` that a call uses, with all that these variables use.
+    """Return the variables of `__main__` that a call uses, and those that these use in turn.
 
     Raises VariableNotSent if the call or a variable cannot be pickled.
     """
@@ -454,6 +455,6 @@ def names_of_call(
 
 
 def is_sent_name(namespace: Mapping[str, Any], name: str) -> bool:
-    """Return True if a function that uses a name of `__main__` gets the notebook's value of it."""
+    """Return True if the notebook's value of a name is sent with a function that uses the name."""
     is_system = SYSTEM_NAMES.fullmatch(name) and name not in SCRIPT_NAMES
     return name in namespace and not is_system and name not in WORKERS_OWN

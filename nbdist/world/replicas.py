@@ -22,10 +22,10 @@ FIRST_STEPS = 2
 
 
 def find_training(done: Mapping[int, Done]) -> dict[int, Done]:
-    """Return the ranks that train a model together, as their numbers of optimizer steps suggest.
+    """Return the ranks that train one model together, judged by their numbers of optimizer steps.
 
     Ranks without a step are left out if any rank has made more than FIRST_STEPS steps.  Returns no
-    ranks if no rank made a step, or if the numbers of the others differ by more than
+    ranks if no rank has made a step, or if the remaining ranks' numbers differ by more than
     MAX_STEPS_APART.
     """
     max_steps = max((each.steps for each in done.values()), default=0)
@@ -40,8 +40,8 @@ def find_training(done: Mapping[int, Done]) -> dict[int, Done]:
 def ends_differ(done: Mapping[int, Done], *, were_cut: bool) -> bool:
     """Return True if ranks ended at different optimizer steps, or were cut inside of a step.
 
-    Returns False for a single rank, and if all ranks raised by themselves inside of the same step,
-    probably at the same line.
+    `were_cut` is as in `differing_text`.  Returns False for a single rank.  Also returns False if
+    all ranks raised their own errors inside of the same step, probably at the same line.
     """
     last_steps = {(each.steps, each.is_in_step) for each in done.values()}
     is_inside = any(is_in_step for _, is_in_step in last_steps)
@@ -59,9 +59,10 @@ def differing_text(
     """Return which ranks ended at which step, and what helps; "" if replicas seem to be equal.
 
     Write `Replicas may differ: ranks 0-1,3 ended after optimizer step 42, rank 2 after step 41.`.
-    The suggested commands compare `modules`, and copy `modules` and `optimizers` from one rank.
-    Modules in `sharded` cannot be copied like that, and get another remedy.  `were_cut` is True if
-    Stop, an abort of collectives or a death ended the task, and not the ranks' own errors.
+    Then suggest commands that compare a module of `modules` on all ranks, and that copy `modules`
+    and `optimizers` from one rank to all.  If a module is in `sharded`, it cannot be copied like
+    that, and another remedy is named.  `were_cut` is True if Stop, an abort of collectives or a
+    death ended the task, and False if the ranks' own errors did.
     """
     done = find_training(done)
     if not ends_differ(done, were_cut=were_cut):
@@ -86,7 +87,7 @@ def differing_text(
 
 
 def incomplete_text(done: Mapping[int, Done]) -> str:
-    """Name the variables that aborted collectives may have written in part; "" for none.
+    """Return which variables aborted collectives may have written in part; "" for none.
 
     Write `` `x` on ranks 2-3 may hold a part of the result (all_reduce, line 3).``.
     """
@@ -111,7 +112,10 @@ def _place(is_in_step: bool) -> str:  # noqa: FBT001
 
 
 def _source(done: Mapping[int, Done]) -> int:
-    """Return the rank to copy from: outside of a step if possible, and then with the most steps."""
+    """Return the rank to copy from: of the ranks that ended outside of a step, the most advanced.
+
+    If all ranks ended inside of a step, this is the rank with the most steps.
+    """
     return min(done, key=lambda rank: (done[rank].is_in_step, -done[rank].steps, rank))
 
 

@@ -1,4 +1,4 @@
-"""Restarts workers, all or some, and changes their number; `--keep` keeps variables meanwhile.
+"""Restarts all workers or some, and changes their number; `--keep` carries variables over.
 
 Runs in the notebook's process, on the thread that made the world.
 """
@@ -31,10 +31,10 @@ RANKS_KILLED_TIMEOUT = 60.0  # seconds for killed ranks to end; long, as the mac
 def restart(
     engine: Engine, n: int | str | None = None, keep: Sequence[str] = (), **changes: Any
 ) -> tuple[str, ...]:
-    """End all workers and start new ones, with the variables in `keep`; see `World.restart`.
+    """End all workers and start new ones, which get the variables in `keep`; see `World.restart`.
 
-    Returns the names of the variables that were kept.  If the start fails or is interrupted,
-    the old options are valid again, and the variables are kept for the next restart.  Raises
+    Returns the names of the variables that were kept.  If the start fails or is interrupted, the
+    old options are valid again, and this process keeps the variables for the next restart.  Raises
     the error of a set-up cell that failed in the new workers.
     """
     kept, table = engine.kept, engine.rank_table
@@ -74,17 +74,17 @@ def restart(
 
 
 def replace(engine: Engine, ranks: RankSelection, keep: Sequence[str] = ()) -> None:
-    """Restart ranks in place, with the variables in `keep`; see `World.replace`.
+    """Restart ranks in place; they get the variables in `keep` back (see `World.replace`).
 
-    If the group cannot be formed, `dispatch.make_whole` binds the variables once it has formed the
-    group.
+    If the ranks cannot form a group, raises an error; `dispatch.make_whole` binds the variables
+    later, once it has formed the group.
     """
     inbox.receive_waiting(engine)
     ranks = engine.select_ranks(ranks)
     others = set(engine.task_table.unfinished) - set(ranks)
     if others or not (engine.is_whole or engine.is_broken):
         dispatch.check_ready(engine)
-    # `kept` has variables if an earlier try has failed.
+    # `engine.kept` has variables if an earlier restart has failed.
     kept, ending, table = engine.kept, {*ranks}, engine.rank_table
     if keep:
         kept = KeptVariables(tuple(keep), fetch_kept(engine, keep, ranks))
@@ -147,9 +147,9 @@ def _check_formed(engine: Engine) -> None:
 def fetch_kept(
     engine: Engine, names: Sequence[str], ranks: Iterable[int]
 ) -> dict[int, list[bytes]]:
-    """Return the pickled variables of each rank, for the workers that will replace these ranks.
+    """Return, by rank, the pickles of the named variables, as frames for `dispatch.bind_kept`.
 
-    Raises as `dispatch.run`; UsageError instead of a rank's error if a variable is on no rank.
+    Raises UsageError if no rank has one of the variables, and else the errors of `dispatch.run`.
     """
     if not names:
         return {}

@@ -39,7 +39,7 @@ Names = dict[str, Any]  # the namespace of `__main__`, where unpickled values fi
 class Contents:
     """The arguments and attributes of an exception of a rank.
 
-    `whole` is the exception itself if the rank has sent it and this process can read it.
+    `whole` is the exception itself, if the rank has sent it and this process can unpickle it.
     """
 
     args: tuple[Any, ...] = ()
@@ -48,7 +48,7 @@ class Contents:
 
     @classmethod
     def read(cls, packed: object, names: Names) -> Contents:
-        """Return the contents that a rank has packed, without attributes that cannot be read."""
+        """Unpickle the contents that a rank has sent; leave out attributes that this fails for."""
         if not isinstance(packed, Payload):
             return cls()
         args, attributes, whole = unpickle(open_payload(packed), names)
@@ -71,12 +71,12 @@ def _read(frames: Sequence[bytes] | None, names: Names) -> Any:
 def as_raised(
     error: WorkerError, kinds: Iterable[str], contents: Contents | None = None
 ) -> WorkerError:
-    """Return the error as an instance of the rank's exception class too, if that is possible.
+    """Return `error` as an instance of the rank's exception class too, if that is possible.
 
-    With such an instance, `except ValueError` catches the error.  `kinds` are the exception's class
-    and its bases, as `module:qualified.name`; the first usable class that was imported here is
-    taken.  If no class can derive from both, `error.original` becomes a copy of the rank's
-    exception, if such a copy can be made.
+    Then `except ValueError` catches the result if the rank has raised ValueError.  `kinds` are the
+    exception's class and its bases, as `module:qualified.name`; the first of them that was imported
+    here and can be used is taken.  If no class can derive from both, return `error` itself, and set
+    `error.original` to a copy of the rank's exception, if one can be made.
     """
     contents = contents or Contents()
     for original in map(_imported_class, kinds):
@@ -93,7 +93,10 @@ def as_raised(
 
 
 def raised(error: WorkerError) -> BaseException:
-    """Return the exception to raise: the error, or its `original` with the error as a note."""
+    """Return the exception to raise for an error: the error itself if it has no `original`.
+
+    If it has, return `original`, with the error's text as a note.
+    """
     if (original := error.original) is None:
         return error
     # The exception's class may refuse to have attributes set.
@@ -157,7 +160,7 @@ def _copy_of_original(
 
 
 def _fill(made: BaseException, contents: Contents, overrides: Mapping[str, Any]) -> None:
-    """Set the arguments and attributes of an exception; `overrides` replace attributes."""
+    """Set the arguments and attributes of an exception; those in `overrides` take precedence."""
     BaseException.args.__set__(made, contents.args)  # type: ignore[attr-defined]
     attributes: dict[str, Any] = object.__getattribute__(made, "__dict__")
     for name, value in contents.attributes.items():
@@ -179,8 +182,9 @@ R_co = TypeVar("R_co", covariant=True)
 class CellResult(Generic[R_co]):
     r"""The values that ranks have sent back: `result[1]`, `items()`.
 
-    A mapping from rank to value, except that iteration yields the values in rank order.  Reading
-    values raises UsageError if the task returns no values.  Failed ranks are in `errors` instead.
+    A mapping from rank to value, but iteration yields the values, in rank order.  Reading values
+    raises UsageError if the task returns no values.  Failed ranks have no value; they are in
+    `errors`.
 
         result = world.execute("print('hello')\nrank + 5")
         result[1], result.stdout[1]  # (6, 'hello\n')
@@ -399,16 +403,17 @@ def logs_text(logs: Iterable[LogTail], who: Who = name_ranks) -> list[str]:
 
 # --- log records of workers -------------------------------------------------------------------
 
-# A record of local rank 0 on node1 goes to the logger `nbdist.node1.0`.  So the handlers and levels
-# apply that the user has set on this logger, on `nbdist` or on the root logger.  If output is
+# A record of local rank 0 on node1 goes to the logger `nbdist.node1.0` of this process.  The user
+# can set handlers and levels on this logger, on `nbdist` and on the root logger.  If output is
 # shown, handlers of the root logger that write to stdout or stderr are skipped, such as the handler
-# of `logging.basicConfig`: they would print the record a second time, without its rank.
+# of `logging.basicConfig`.  They would print the record a second time, without its rank.
 
 
 def wanted_level(*, is_shown: bool) -> int | None:
-    """Return the lowest level of records that this process handles; None if it has no handler.
+    """Return the lowest level of log records that workers should send to this process.
 
-    Without a handler here, the worker's own logging prints the record.
+    Returns None if this process has no handler for them; then the worker's own logging prints its
+    records.  `is_shown` is as in `_handlers`.
     """
     loggers = [logging.getLogger("nbdist")]
     for name, each in [*logging.Logger.manager.loggerDict.items()]:
@@ -420,7 +425,7 @@ def wanted_level(*, is_shown: bool) -> int | None:
 
 
 def hand_over(record: Record, *, is_shown: bool) -> None:
-    """Pass a worker's record to the handlers of this process, if there are any."""
+    """Pass a worker's log record to the handlers of this process; `is_shown` as in `_handlers`."""
     logger = logging.getLogger(f"nbdist.{record.host}.{record.local_rank}")
     handlers = [*_handlers(logger, is_shown)]
     if not logger.isEnabledFor(record.level) or not handlers:
@@ -440,7 +445,8 @@ def hand_over(record: Record, *, is_shown: bool) -> None:
 def _handlers(logger: logging.Logger, is_shown: bool) -> Iterator[logging.Handler]:  # noqa: FBT001
     """Yield the handlers of a logger and its parents, as logging finds them.
 
-    If output `is_shown`, handlers of the root logger that write to stdout or stderr are left out.
+    `is_shown` is True if the notebook shows the output of ranks.  Then handlers of the root logger
+    that write to stdout or stderr are left out.
     """
     streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     each: logging.Logger | None = logger

@@ -1,7 +1,8 @@
 """The table of objects: which objects of the notebook each rank has, and in which state.
 
-Runs in the notebook's process; a world has one table, `NameTable.objects`.  `Outgoing` compares
-the states in the table with the notebook's objects before values are sent.
+Runs in the notebook's process; a world has one table, `NameTable.objects`.  Before values are sent,
+`Outgoing` compares the states in the table with the notebook's objects.  A *state* is a record of
+an object's parts, by which a change is noticed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class Parcel:
     """The names and objects that a task brings to a rank, in the states that are sent.
 
     `compared` is the value that `SentObjects.runs` had when all objects of the rank were compared
-    with the notebook's, or 0 if they were not.  `binds` are variables to which the task surely
-    assigns if it succeeds; it may assign the same object again.
+    with the notebook's, or 0 if they were not.  `binds` are variables to which the task assigns if
+    it succeeds, even if only the object that they already have.
     """
 
     names: Mapping[str, Any] = field(default_factory=dict)
@@ -37,11 +38,15 @@ NOTHING_SENT = Parcel()
 class SentObjects:
     """The notebook's objects by key, and for each rank the states in which the rank got objects.
 
-    `known` has the states by rank and key.  `theirs` has by key the parts of an object that ranks
-    keep because both ranks and the notebook have changed them, None for the whole object.
-    `changed` has by key the parts that ranks are known to have changed, None for the whole object.
-    `noticed_digests` has by key the digest that an object's state had when the user was last told
-    that ranks do not get this state.
+    `known` has the states by rank and key.
+
+    `changed` has by key the parts of an object that ranks are known to have changed, None for the
+    whole object.  `theirs` has by key the parts that both ranks and the notebook have changed, None
+    for the whole object: ranks keep their own.
+
+    The user gets a notice if ranks do not get the notebook's state of an object.  `noticed_digests`
+    has by key the digest of the state at the last notice.
+
     `runs` grows each time that code of the notebook may have changed objects.  `have_run` is True
     if a rank has finished a task since `recovery.record_changes` last asked ranks.
     """
@@ -55,7 +60,7 @@ class SentObjects:
         self.runs = 1
         self.have_run = False
         # By rank and key, the states in which the rank got objects that it has deleted since.
-        # Memory counts as deleted once no tensor of the rank uses it.
+        # Memory of tensors also has a key; it counts as deleted once no tensor of the rank uses it.
         self.ended: dict[int, dict[int, ObjectState]] = {}
         # By rank, the keys of objects that the rank has changed and then deleted.
         self.lost_changes: dict[int, set[int]] = {}
@@ -64,7 +69,7 @@ class SentObjects:
         self._dead: set[int] = set()
 
     def copy(self) -> SentObjects:
-        """Return a copy with its own tables by rank, which shares `links` with the original."""
+        """Return a copy with its own states and changes, but shared `links` and notices."""
         copied = copy(self)
         copied.known = {rank: dict(states) for rank, states in self.known.items()}
         copied.theirs, copied.changed = dict(self.theirs), dict(self.changed)
@@ -74,14 +79,17 @@ class SentObjects:
         return copied
 
     def follow(self, before: SentObjects) -> None:
-        """Take over the keys and last states from `before`, the table before a restart."""
+        """Take over the keys and last states of objects from the table before a restart."""
         self.links = before.links
         self._last = dict(before._last)
         for states in before.known.values():
             self._last |= states
 
     def record_gained(self, rank: int, keys: Iterable[int]) -> None:
-        """Record that a rank has got the objects with these keys from a file or its old process."""
+        """Record that a rank has got objects from a file or its old process.
+
+        `keys` are the objects' keys.  Their states are the last that are known on any rank.
+        """
         gained = {key: self._last[key] for key in keys if key in self._last}
         for states in self.known.values():
             gained |= {key: states[key] for key in keys if key in states}
@@ -92,13 +100,13 @@ class SentObjects:
         return self.known.setdefault(rank, {})
 
     def may_differ(self, ranks: Iterable[int]) -> bool:
-        """Return False if objects of all `ranks` were compared since the notebook last ran code."""
+        """Return True if objects of any rank were not compared since the notebook ran code."""
         return any(self._compared.get(rank) != self.runs for rank in ranks)
 
     def record_finished(
         self, rank: int, received: Parcel, dead: Iterable[int], lost: Iterable[int] = ()
     ) -> None:
-        """Record what a rank got with a finished task, and the objects that the rank has deleted.
+        """Record the objects that a rank got with a finished task, and those that it has deleted.
 
         `received` has the names and objects that came with the task.  `dead` has the keys of all
         objects that the rank has deleted, and `lost` the keys of deleted objects that the rank had
@@ -138,17 +146,17 @@ class SentObjects:
             self.changed[key] = _together(self.changed.get(key, frozenset()), parts)
 
     def overwrite(self, keys: Iterable[int]) -> None:
-        """Record that ranks get the notebook's state of these objects, instead of their own."""
+        """Record that ranks get the notebook's state of these objects, which replaces their own."""
         for key in keys:
             self.theirs.pop(key, None)
             self.noticed_digests.pop(key, None)
             self.changed.pop(key, None)
 
     def sendable_parts(self, key: int, parts: ChangedParts) -> ChangedParts | bool:
-        """Return the changed `parts` that may be sent, without parts that ranks keep as their own.
+        """Return the changed `parts` of an object without those that ranks keep as their own.
 
-        Returns False if nothing may be sent.  If `parts` is None, which stands for the whole
-        object, returns True if the object may be sent.
+        Returns False if nothing is left.  If `parts` is None, for the whole object, returns True if
+        ranks keep no part of the object, and else False.
         """
         if key not in self.theirs:
             return True if parts is None else parts
@@ -174,7 +182,7 @@ class SentObjects:
         self.known = {r: before.get(was[r], {}) if r in was else {} for r in range(after)}
 
     def reach(self, rank: int, token: Token) -> set[int]:
-        """Return the keys of the objects of a rank to which a value refers, also indirectly."""
+        """Return the keys of the rank's objects to which the value with this token leads."""
         return reachable_keys(self.of(rank), keys_in(token))
 
     def ranks_with(self, key: int) -> frozenset[int]:
@@ -182,9 +190,9 @@ class SentObjects:
         return frozenset(rank for rank, states in self.known.items() if key in states)
 
     def pop_forgotten(self, ranks: Collection[int]) -> dict[int, tuple[int, ...]]:
-        """Return by rank the keys of the rank's objects that the notebook has deleted.
+        """Return, by rank, the keys of objects that the notebook has deleted and the rank has.
 
-        A returned key is removed from the rank's states in `known`.
+        The keys are removed from `known`, so each is returned once for a rank.
         """
         if self.links.has_dead:
             self.links.drop_unused()

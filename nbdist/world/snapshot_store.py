@@ -5,11 +5,11 @@
 `World` and the notebook's magics use this file in the notebook's process.  The ranks write and read
 the `.frames` files themselves (`nbdist.worker.ops.snapshot`).
 
-A snapshot gets its name only when it is complete: until then its folder has a name that begins with
-a dot.  Each new folder is private and has a lock file; a snapshot without a lock file is never
-removed (`nbdist.system.folders`).  A process holds the lock while it writes a snapshot, so an
-incomplete folder that is not locked was left by a killed process.  A snapshot is a pickle, which
-can run any code.  So only files are read that belong to this user and that no other user can write.
+Until a snapshot is complete, the name of its folder begins with a dot.  Each new folder is private
+and has a lock file; a folder without a lock file is never removed (`nbdist.system.folders`).  A
+process holds the lock while it writes a snapshot, so an incomplete folder that is not locked was
+left by a killed process.  A snapshot is a pickle, which can run any code.  So only files are read
+that belong to this user and that no other user can write.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Until then the run may still go on, because this machine cannot check whether it
 SNAPSHOTS_PER_NAME = 3
 """How many snapshots of a name a notebook keeps; `publish` removes older ones.
 
-Snapshots of another run of the notebook that may still go on are neither counted nor removed.
+Snapshots of another run of the notebook are neither counted nor removed while that run may go on.
 """
 
 MANIFEST = "manifest.json"
@@ -63,10 +63,11 @@ class Snapshot:
     """A snapshot on the disk, as its manifest describes it.
 
     `parts` has by rank a description of the rank's file.  Before ranks unpickle their files, they
-    need the device meshes `meshes`.  `owner` identifies the notebook that wrote the snapshot,
-    `process` the process of the notebook, and `versions` has the versions of Python and packages on
-    the ranks.  `problem` says what is wrong, as far as the manifest and the files' sizes show;
-    `distrust` says why another user could have written the snapshot.
+    need the device meshes `meshes`.  `left_out` has variables that could not be saved, each with
+    the reason.  `versions` has the versions of Python and packages on the ranks.  `owner`
+    identifies the notebook that wrote the snapshot, and `process` that notebook's process.
+    `problem` says what is wrong, as far as the manifest and the files' sizes show, and `distrust`
+    why another user could have written the snapshot; both are "" for none.
     """
 
     name: str
@@ -84,12 +85,12 @@ class Snapshot:
 
     @property
     def key(self) -> str:
-        """The full name `NAME@STAMP`, by which `%dist_restore` also finds an older snapshot."""
+        """The full name `NAME@STAMP`, by which `%dist_restore` finds exactly this snapshot."""
         return f"{self.name}@{self.stamp}"
 
     @property
     def names(self) -> list[str]:
-        """The names of the variables that the snapshot has of any rank."""
+        """The names of the variables of all ranks, sorted."""
         return sorted({name for part in self.parts.values() for name in part.names})
 
     @property
@@ -116,9 +117,10 @@ def root_folder(log_dir: str | None) -> Path:
 
 
 def owner_of(pool: str) -> str:
-    """Return the owner of a pool's snapshots: a text with the program, and the pool if not default.
+    """Return a text that identifies the owner of a pool's snapshots: the program, and the pool.
 
     The program is the file of the notebook or script; if no file is known, the kernel or process.
+    The default pool is not named.
     """
     main = vars(sys.modules["__main__"])
     # JupyterLab and VS Code tell a kernel its file.
@@ -169,15 +171,15 @@ class SnapshotStore:
 
     @property
     def default_name(self) -> str:
-        """The default name of a snapshot: that of the owner's file, or else `snapshot`."""
+        """The default name of a snapshot: the owner's file name, or `snapshot` without a file."""
         stem = Path(self.owner).stem if self.owner.startswith("/") else ""
         return "-".join(re.findall(r"[\w.-]+", stem, re.ASCII)).lstrip(".-") or "snapshot"
 
     def own_snapshots(self) -> list[Snapshot]:
         """Return the snapshots that this notebook has written, the newest first.
 
-        A damaged snapshot whose owner is unknown counts as the notebook's, if the notebook has
-        another snapshot of that name.
+        A damaged snapshot whose owner cannot be read counts as this notebook's if this notebook has
+        another snapshot of the same name.
         """
         snapshots = self.all()
         names = {each.name for each in snapshots if each.owner == self.owner}
@@ -187,10 +189,11 @@ class SnapshotStore:
         return [each for each in snapshots if each.owner == self.owner or each in lost]
 
     def find(self, key: str | None) -> Snapshot:
-        """Return the snapshot with a key, `NAME@STAMP` or `NAME`; without a key, the own newest.
+        """Return the snapshot with the key `NAME@STAMP`, or the newest with the name `NAME`.
 
-        For a `NAME` this is the newest snapshot of this notebook with the name, or else the newest
-        of other notebooks.  Raises UsageError if there is no such snapshot.
+        For a `NAME`, snapshots of other notebooks count only if this notebook has none with it.  If
+        `key` is None, return this notebook's newest snapshot.  Raises UsageError if there is no
+        such snapshot.
         """
         name, _, stamp = (key or "").partition("@")
         mine = self.own_snapshots()
@@ -214,7 +217,7 @@ class SnapshotStore:
     def damage_error(self, snapshot: Snapshot, problem: str) -> UsageError:
         """Return the error about a damaged snapshot.
 
-        The error names the next older snapshot of this name and owner that looks intact, if any.
+        The error names the newest older snapshot of this name and owner that seems intact, if any.
         """
         owner = snapshot.owner or self.owner
         alike = (each for each in self.of(snapshot.name) if each.owner == owner)
@@ -284,10 +287,11 @@ class SnapshotStore:
             ) from None
 
     def publish(self, folder: Path, name: str, parts: Mapping[int, Written]) -> Snapshot:
-        """Complete a snapshot in the folder of `writing`: add the manifest, rename the folder.
+        """Complete and return a new snapshot: write the manifest, and rename the folder.
 
-        Then remove snapshots of the same name and notebook for which `_is_removable` returns True,
-        except the newest `SNAPSHOTS_PER_NAME` of them.  Returns the new snapshot.
+        `folder` is the folder of `writing`; `parts` has by rank what the rank has written.  Then
+        removes snapshots of the same name and notebook for which `_is_removable` returns True,
+        except the newest `SNAPSHOTS_PER_NAME` of them.
         """
         now = time.time()
         stamp = _next_stamp(self.root / name, now)
@@ -420,7 +424,8 @@ def _problem_of(path: Path, part: Written) -> str:
 def _next_stamp(folder: Path, now: float) -> str:
     """Return the time `now` as a stamp for a new snapshot in the folder.
 
-    If the newest stamp is not earlier, return that stamp with a higher number behind it.
+    If the folder already has this stamp or a later one, return its newest stamp with a higher
+    number behind it.
     """
     newest = next((each.name for each in _stamped(folder)), "")
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))

@@ -96,10 +96,10 @@ _CONNECTION_FILE = re.compile(r"(-f|--f|--IPKernelApp.connection_file)[ =].*\.js
 
 @dataclass(frozen=True)
 class Here:
-    """The attributes of this process that new workers inherit; cells may change most of them.
+    """What new workers take over from this process, such as its environment and `sys.path`.
 
-    `prefixes` are the folders of this process's interpreter.  Another interpreter must not import
-    packages from these folders.
+    `prefixes` are the folders of this process's interpreter.  Workers with another interpreter must
+    not import packages from these folders.
     """
 
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -114,10 +114,10 @@ class Here:
 def make_spec(
     config: WorldConfig, run: str = "", here: Here | None = None
 ) -> tuple[WorldSpec, str]:
-    """Return the spec of a world with these options, and a warning or "".
+    """Return the spec of a world with these options, and a warning for the user or "".
 
-    If the options have no name, the world's name is `run`, or a new name if `run` is "".  `here` is
-    by default this process.  Raises UsageError if the options are not possible here.
+    If the options have no name, the world's name is `run`, or a new name if `run` is "".  `here`
+    is by default read from this process.  Raises UsageError if the options are not possible here.
     """
     here, launcher, layout = here or Here(), config.launcher_name, config.shape
     given = given_environ(config)
@@ -161,13 +161,14 @@ def make_spec(
         if log_dir:
             _check_log_folder(log_dir, spec.name)
         return _on_this_machine(spec, here)
-    # The head sets size, slots and backend when machines have come; until then assume GPUs.
+    # The head sets size, slots and backend once machines have come.  Until then assume that they
+    # have GPUs.
     backend = config.backend or topology.GPU_BACKEND
     return spec, check_nvls(backend, given, shared=config.share_gpus)
 
 
 def _check_log_folder(log_dir: str, name: str) -> None:
-    """Raise UsageError if another user has redirected the world's log folder by a link."""
+    """Raise UsageError if another user owns a symbolic link on the path to the log folder."""
     root = Path(log_dir)
     try:
         folders.check_links(root, root / name)
@@ -198,17 +199,18 @@ def _on_this_machine(spec: WorldSpec, here: Here) -> tuple[WorldSpec, str]:
 def scaled(
     spec: WorldSpec, size: int, cores: int | None = None, keep: Sequence[int] | None = None
 ) -> tuple[WorldSpec, str]:
-    """Return the spec changed to `size` workers, and a warning or "".
+    """Return the spec changed to `size` workers, and a warning for the user or "".
 
-    If the spec has slots or GPUs, the ranks in `keep`, by default all, keep their slots; on other
-    machines the head assigns slots.  Raises UsageError if this number of workers is not possible.
+    `cores` is by default this machine's number of cores.  If the spec has slots or GPUs, the ranks
+    in `keep`, by default all, keep their slots.  For other machines no slots are set, because the
+    head sets them.  Raises UsageError if this number of workers is not possible.
     """
     config = spec.config
     if config.launcher_name != LOCAL:
         config.with_changes(n=size)
         return replace(spec, world_size=size), ""
     for memory in memory_limits():
-        if size * LEAST_MEMORY > memory.limit:  # a number this large must be a typo
+        if size * LEAST_MEMORY > memory.limit:  # such a large number must be a typo
             why = f"{size:,} workers take more than the {size_text(memory.limit)} of {memory.where}"
             raise BadTopology("-n", str(size), why, topology.WORKERS_FORMS)
     cores = topology.usable_cores() if cores is None else cores
@@ -272,7 +274,10 @@ def given_environ(config: WorldConfig) -> dict[str, str]:
 
 
 def copied(patterns: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables whose names match a pattern, without those in `NBDIST_DECIDES`."""
+    """Return the variables of `environ` whose names match `patterns`, such as "HF_*,WANDB_*".
+
+    Variables of `NBDIST_DECIDES` are left out.
+    """
     stripped = [pattern.strip() for pattern in patterns.split(",")]
     return {
         name: value
@@ -389,9 +394,10 @@ class NotebookSurroundings:
         self._here = self._compare()  # now, since the spec of an attached world may be old
 
     def now(self) -> Surroundings | None:
-        """Return the changes since the spec was made that ranks have to make too, or None.
+        """Return the notebook's changes that ranks have to make too; None if there are none.
 
-        Environment variables that the user or nbdist has set for the ranks stay as they are.
+        These are all changes since the spec was made.  Environment variables that the user or
+        nbdist has set for the ranks are left out.
         """
         last = self._last
         with suppress(FileNotFoundError):  # the folder was removed: keep the last state
@@ -443,9 +449,10 @@ class NotebookSurroundings:
     def _changes_since_last(
         self, changes: Mapping[str, str | None], followed: Collection[str]
     ) -> dict[str, bool]:
-        """Return the variables that have changed since the last comparison.
+        """Return the names of environment variables that have changed since the last comparison.
 
-        A value is True if running ranks get the change of the variable.  Variables of
+        A value of the dict is True if running ranks get the change of the variable.  `changes` has
+        all changes since the start, and `followed` the names that ranks follow.  Variables of
         `NBDIST_DECIDES`, such as RANK, are left out.
         """
         last_changes, absent = self._last_changes, object()

@@ -1,8 +1,8 @@
 """Splits a value into parts, one for each rank, and joins the values of ranks again.
 
 `nbdist.world.value_transfer` uses this module in the notebook's process, for scatter and gather.
-No library of tensors or tables but numpy is imported here: a value of a class of such a library
-shows that the library was imported already.
+This module imports no library of tensors or tables but numpy.  It looks the others up in
+`sys.modules`: if a value is of a class of such a library, the library was imported already.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def split(name: str, value: Any, parts: int, dim: int | None = None) -> list[Any
 
 
 def length_of(part: Any, dim: int | None = None) -> int:
-    """Return the number of elements of a part, along the dimension that was split."""
+    """Return the length of a part along the dimension that was split, by default the first."""
     return int(part.shape[dim or 0]) if _is_array(part) else len(part)
 
 
 def unit_of(value: Any, dim: int | None = None) -> str:
-    """Return the unit in which `length_of` counts, such as `rows`."""
+    """Return the unit of `length_of` for messages: `rows`, `elements` or `along dimension 1`."""
     if _is_array(value):
         return f"along dimension {dim or 0}"
     return "elements" if isinstance(value, list | tuple) else "rows"
@@ -67,7 +67,11 @@ def _is_sparse_array(value: Any) -> bool:
 
 
 def _cutter(name: str, value: Any, dim: int | None) -> tuple[int, Slicer]:
-    """Return the number of elements of a value, and a function that returns a range of elements."""
+    """Return a value's length along `dim`, and a function that returns a range of its elements.
+
+    If `dim` is None, the range is along the first dimension.  `name` is for error messages.  Raises
+    UsageError if the value cannot be split, or has no such dimension.
+    """
     if _is_array(value):
         return _cutter_of_array(name, value, dim or 0)
     if dim:
@@ -102,8 +106,8 @@ def _cutter_of_array(name: str, value: Any, dim: int) -> tuple[int, Slicer]:
         return value.shape[dim], lambda start, end: rows[(*before, slice(start, end))].asformat(
             value.format
         )
-    # If True, a part is copied once here: the pickling of an array that is not contiguous would
-    # copy the array twice.
+    # If True, a part is copied here, once, to a contiguous array.  Pickling a part that is not
+    # contiguous would copy it twice.
     is_copied = bool(before) and _is_a(value, "numpy", "ndarray")
 
     def part(start: int, end: int) -> Any:
@@ -158,10 +162,11 @@ def _rows_of(data: Any, start: int, end: int) -> Any:
 
 
 def join(how: Joining, name: str, values: Mapping[int, Any], dim: int = 0) -> Any:
-    """Return the joined values of ranks: stacked along a new dimension, or concatenated.
+    """Return the values of ranks as one value: stacked along a new dimension, or concatenated.
 
     Concatenated tables become a table, and concatenated lists a list.  Tensors become a tensor, and
-    most other values an array.  Raises UsageError if the values do not fit together.
+    most other values a numpy array.  `name` is for error messages.  Raises UsageError if the values
+    do not fit together.
     """
     kinds = fold_ranks({rank: _shape_text(value) for rank, value in values.items()})
     polars = getattr(sys.modules.get("polars"), "exceptions", None)
@@ -213,9 +218,10 @@ def _joined_tensors(how: Callable[[list[Any], int], Any], values: Sequence[Any],
 
 
 def _array(how: Literal["stack", "concatenate"], values: Sequence[Any], dim: int) -> Any:
-    """Return values joined to a numpy array; raises TypeError for values that make no array.
+    """Return values joined to a numpy array by the function `how` of numpy.
 
-    An array of Python objects counts as no array, unless one of the values is an array.
+    Raises TypeError if the result would be an array of Python objects, although no value is an
+    array.
     """
     import numpy as np  # a dependency of nbdist, imported only if needed
 

@@ -61,7 +61,7 @@ class Event(Enum):
 
 
 FORMED = (WorldState.READY, WorldState.BROKEN)
-"""The states of a world with workers that neither starts, heals nor stops now."""
+"""The states of a world that has workers, and that does not start, heal or stop at the moment."""
 
 # No event leads to RUNNING, INTERRUPTING and STUCK: several tasks can run side by side, so
 # `Engine.state` derives these states of a READY world from its tasks.
@@ -100,7 +100,7 @@ def next_state(state: WorldState, event: Event) -> WorldState:
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """By rank: the name of the rank's machine, and the rank's number on that machine, from 0."""
+    """By rank: the name of the rank's machine, and the number of the rank on it, from 0."""
 
     by_rank: Mapping[int, tuple[str, int]] = field(default_factory=dict)
 
@@ -111,12 +111,15 @@ class Machines:
 
     @classmethod
     def one(cls, host: str, size: int) -> Machines:
-        """Return the table of a world on one machine, even if it simulates several nodes."""
+        """Return the table of a world whose ranks are all on `host`.
+
+        The number of a rank on the machine is then the rank itself, even if nodes are simulated.
+        """
         return cls({rank: (host, rank) for rank in range(size)})
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All machines, in the order of their first ranks."""
+        """The names of all machines, in the order of their lowest ranks."""
         return tuple(dict.fromkeys(self.by_rank[rank][0] for rank in sorted(self.by_rank)))
 
     def name(self, rank: int) -> str:
@@ -143,7 +146,7 @@ class Machines:
 
 
 MAX_NAMED_MACHINES = (
-    3  # machines that a line names besides the first; if there are more, the line counts them
+    3  # machines that a line names after the first; if there are more, it only counts them
 )
 
 
@@ -175,7 +178,7 @@ class Renumbering:
         return tuple(rank for rank in range(self.after) if rank not in self.was)
 
     def then(self, later: Renumbering) -> Renumbering:
-        """Return this change and a later one, combined to one change."""
+        """Return one change that has the same effect as this change and then `later`."""
         became = {old: later.became[now] for old, now in self.became.items() if now in later.became}
         return Renumbering(self.before, later.after, became)
 
@@ -185,7 +188,7 @@ class Renumbering:
 
 
 def compare(before: Processes, after: Processes) -> Renumbering:
-    """Return the change of the ranks' numbers, from the processes by rank before and after.
+    """Return the change of the ranks' numbers; both arguments have the processes by rank.
 
     A new process with the number of a process that is gone counts as the same rank.
     """
@@ -210,9 +213,9 @@ def moved_text(moved: Mapping[int, int]) -> str:
     return f"{name_ranks(old)} are now {name_ranks(new)}"
 
 
-SETTLE_SECONDS = 0.1  # seconds after a prompt, to wait for prompts of lower ranks
+SETTLE_SECONDS = 0.1  # seconds to wait after a prompt, in case lower ranks show a prompt too
 
-STAY_SECONDS = 0.3  # seconds after an answer, to wait for the same rank's next prompt
+STAY_SECONDS = 0.3  # seconds to wait after an answer, in case the same rank shows another prompt
 
 NO_INPUT = (
     "input() and breakpoint() need JupyterLab or a terminal; this run has neither (nbclient, "
@@ -264,9 +267,10 @@ class Prompts:
         self._last, self._answered = rank, now
 
     def next(self, now: float, unfinished: Collection[int]) -> int | None:
-        """Return the rank whose prompt the user should answer now; None to wait.
+        """Return the rank whose prompt the user should answer now; None if the caller should wait.
 
-        Returns None if there is no prompt, or if a rank whose prompt would come first may ask soon.
+        Returns None if there is no prompt.  Also returns None for a short time if a rank of
+        `unfinished`, whose prompt would come first, may still show one.
         """
         if not self._open:
             return None

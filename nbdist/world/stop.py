@@ -1,8 +1,8 @@
 """What Stop does to a running task: phases of the task, events, and a table with the actions.
 
-Runs in the notebook's process and does no I/O: events and times go in, actions come out.
-`nbdist.world.recovery` feeds the events while it follows a task, and carries out the actions.  The
-agent decides by itself when it interrupts or kills a rank (`nbdist.agent.interrupts`).
+Runs in the notebook's process and does no I/O.  While `nbdist.world.recovery` follows a task, it
+passes the events to this module and carries out the actions that this module returns.  The agent
+decides by itself when it interrupts or kills a rank (`nbdist.agent.interrupts`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ LATE_TIMEOUT = 30.0  # seconds that the next task waits for ranks that have not 
 class StopPhase(Enum):
     """How far Stop has come in a task; the value describes the phase.
 
-    A *wait* is a call of `follow`, in which a cell waits for the task.  Two Stops in a wait return
-    control to the user, so the phases count the Stops of the present wait only.
+    A *wait* is a call of `recovery.follow`, in which a cell waits for the task.  After two Stops in
+    one wait the user gets control.  So the phases count only the Stops of the present wait.
     """
 
     RUNNING = "ranks run the task, and Stop has not come"
@@ -102,7 +102,8 @@ TABLE: dict[StopPhase, _Transitions] = {
         **dict.fromkeys(_PRESSED, (StopPhase.ASKED_AGAIN, StopAction.SPARE)),
         StopEvent.INTERRUPT: (StopPhase.ASKED_AGAIN, StopAction.INTERRUPT),
         StopEvent.SPARED: (StopPhase.LEFT, StopAction.RETURN),
-        # The user has waited long enough: the next cell does the work after the task.
+        # Return at once, because the user has waited long enough.  The next cell does the work
+        # after the task, such as healing.
         StopEvent.FINISHED: (StopPhase.LEFT, StopAction.RETURN),
     },
     StopPhase.LEFT: {
@@ -129,7 +130,7 @@ TABLE: dict[StopPhase, _Transitions] = {
         **dict.fromkeys(_PRESSED, (StopPhase.LEFT, StopAction.RETURN)),
     },
 }
-"""By phase and event: the next phase, and the actions.  Other events change nothing."""
+"""By phase and event: the next phase, then the actions.  Events without an entry change nothing."""
 
 
 class StopState:
@@ -159,17 +160,17 @@ class StopState:
 
     @property
     def is_of_job(self) -> bool:
-        """Whether no cell waits for the task to end after Stop."""
+        """Whether the task is a job: after Stop no cell waits for it to end."""
         return self._control_timeout is None
 
     @property
     def was_pressed(self) -> bool:
-        """Whether the user has pressed Stop, also if `poll` has not acted on it yet."""
+        """Whether the user has pressed Stop, even if `poll` has not acted on it yet."""
         return self.presses > 0
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the ranks were interrupted, by Stop or otherwise, or the first Stop is held."""
+        """Whether the ranks were interrupted, or a Stop was recorded without interrupting them."""
         return self.interrupts > 0
 
     @property
@@ -179,24 +180,24 @@ class StopState:
 
     @property
     def may_spare(self) -> bool:
-        """Whether the agent may be asked to spare ranks: not after a second interrupt of them."""
+        """Whether the agent may be asked not to kill ranks: only until their second interrupt."""
         return self.interrupts <= 1
 
     @property
     def must_hurry(self) -> bool:
-        """Whether a cell waits, after Stop, for the work after its task, such as healing.
+        """Whether a cell that Stop has interrupted waits for the work after its task.
 
-        That work then has little time (`recovery.HEAL_AFTER_STOP`).
+        That work, such as healing, then has little time (`recovery.HEAL_AFTER_STOP`).
         """
         return self.is_interruptible and self.was_pressed and not self.is_of_job
 
     @contextmanager
     def counting_presses(self, *, raises: bool = False) -> Iterator[None]:
-        """Catch and count a Stop (KeyboardInterrupt) in this block, for `follow` to act on.
+        """Count a Stop that comes in this block, for `follow` to act on; raise nothing.
 
-        Consumers of `follow` use this while they show output.  Magics have a handler of SIGINT that
-        only counts a Stop, so that the block runs to its end; with `raises` the handler raises
-        KeyboardInterrupt, which ends the block (`Engine.count_stop`).
+        Consumers of `follow` use this while they show output.  In a magic, the handler of SIGINT
+        only counts the Stop, and the block runs to its end.  In a script, and with `raises` also in
+        a magic, KeyboardInterrupt ends the block and is caught here (`Engine.count_stop`).
         """
         self.is_interruptible = raises
         try:
@@ -207,9 +208,9 @@ class StopState:
             self.is_interruptible = False
 
     def poll(self, now: float) -> tuple[StopAction, ...]:
-        """Handle the presses since the last call, and the deadline; return the actions.
+        """Handle the Stops since the last call, and a deadline that has passed; return the actions.
 
-        A Stop only interrupts the ranks of a job again.
+        For a job, a Stop only interrupts the ranks; it never returns control.
         """
         actions: tuple[StopAction, ...] = ()
         if pending := self.presses - self._handled:

@@ -1,9 +1,9 @@
-"""The history of a world's tasks: set-up cells for new workers, and past tasks, to export them.
+"""The history of a world's tasks: set-up cells for new workers, and past tasks for an export.
 
-Runs in the notebook's process.  `Engine` has one `Setup` and one `TaskHistory`;
-`nbdist.world.recovery` runs the set-up cells and adds tasks that have ended.  `TaskHistory` is
-bounded, and has texts and names but no values of variables.  `Setup` also keeps the values of the
-variables that were sent with set-up cells.
+Runs in the notebook's process.  `Engine` has one `Setup` and one `TaskHistory`.
+`nbdist.world.recovery` runs the set-up cells, and adds tasks that have ended.  `TaskHistory` has a
+limited size, and keeps texts and names but no values of variables.  `Setup` also keeps the values
+of the variables that were sent with set-up cells.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from nbdist.world.states import Renumbering
 from nbdist.world.task_run import TaskRun
 
 ANY = -1
-"""The key in `Task.names` of a set-up cell, in place of a rank, for names that each rank gets."""
+"""In `Task.names` of a set-up cell: the key, in place of a rank, of names that every rank gets."""
 
 
 class Setup:
     """The `--setup` cells of a world, which new workers run too.
 
-    `problem` is a sentence about a cell that failed in new workers, "" for none.
+    `tasks` has the cells by their keys.  `problem` is a sentence about a cell that failed in new
+    workers, "" for none.  `is_replaying` is True while new workers run the cells.
     """
 
     def __init__(self) -> None:
@@ -44,8 +45,8 @@ class Setup:
     ) -> None:
         """Keep a cell for new workers, in place of an earlier cell with the same key.
 
-        `segment` has the values of the cell's variables, and is closed once the cell is not kept
-        any more.
+        `segment` has the values of the variables that were sent with the cell; it is closed once
+        the cell is dropped.  `parcel` records the names and objects that each new worker gets.
         """
         self.tasks[key] = replace(task, attempt=Attempt())
         self._parcels.pop(key, None)
@@ -73,7 +74,7 @@ class Setup:
         self.tasks.clear()
 
     def renumber(self, ranks: Renumbering) -> None:
-        """Change the ranks of the set-up cells to the ranks' new numbers.
+        """Change the ranks on which set-up cells run, after ranks have got new numbers.
 
         A cell for all ranks becomes a cell for all ranks of the new size.
         """
@@ -98,9 +99,11 @@ class PastTask:
     `text` is a cell's source, a script's name and arguments, or an op's name.  `number` is 5 for
     the notebook's cell `In [5]`.  `on_all` is True if the task ran on all ranks.  `made` are the
     names that the task bound and did not import.  `shows_value` is True if the value of the last
-    line was displayed, and `draws` is True if an image was displayed.  An entry can be for several
-    `runs` of a cell.  All runs of all tasks are numbered, and `first` and `last` are the numbers of
-    the first and the last run that this entry is for.
+    line was displayed, and `draws` is True if an image was displayed.  `error` is the class name of
+    the exception that ended the task, if any.
+
+    An entry can be for several `runs` of a cell.  All runs of all tasks are numbered; `first` and
+    `last` are the numbers of the first and the last run that this entry is for.
     """
 
     kind: TaskKind
@@ -120,7 +123,7 @@ class PastTask:
 
 @dataclass(frozen=True, slots=True)
 class SentName:
-    """A variable of the notebook that was sent to workers with the task of the number `task`."""
+    """A variable of the notebook that was sent to ranks with a task; `task` is the run's number."""
 
     task: int
     name: str
@@ -150,10 +153,11 @@ class TaskHistory:
         return sorted(self._tasks.values(), key=lambda each: each.first)
 
     def add(self, running: TaskRun) -> None:
-        """Add a task that has ended, unless `_entry_of` returns None; record what the task sent.
+        """Add a task that has ended, and record the variables that were sent with it.
 
-        A successful run of a cell replaces the entries of earlier runs of the cell.  A failed run
-        replaces only the entry of earlier failed runs.
+        A task for which `_entry_of` returns None gets no entry.  A successful run of a cell
+        replaces the entries of earlier runs of the cell.  A failed run replaces only the entry of
+        earlier failed runs.
         """
         self._count += 1
         now = self._count
@@ -181,10 +185,7 @@ class TaskHistory:
             self.forgotten += 1
 
     def renumber(self, ranks: Renumbering) -> None:
-        """Change the ranks of tasks to their new numbers; drop tasks whose ranks are all gone.
-
-        Does nothing if all old ranks are still there and have kept their numbers.
-        """
+        """Update the ranks of tasks after a renumbering; drop tasks whose ranks are all gone."""
         if ranks.moved or len(ranks.became) < ranks.before:
             now = {
                 key: replace(task, ranks=ranks.of(task.ranks)) for key, task in self._tasks.items()
@@ -193,12 +194,12 @@ class TaskHistory:
             self._characters = sum(len(task.text) for task in self._tasks.values())
 
     def has_cell(self, task: Task) -> bool:
-        """Return True if the history has a cell with the task's source, or an entry of its key."""
+        """Return True if the history has a cell with this task's source or key."""
         same = (each.text == task.source for each in self._tasks.values() if each.kind == "cell")
         return task.key in self._tasks or any(same)
 
     def sent_before(self, task: int) -> Mapping[str, SentName]:
-        """Return by name the last `SentName` of each variable, up to the task of this number."""
+        """Return, by name, each variable as it was last sent up to the run with this number."""
         return {each.name: each for each in self.sent if each.task <= task}
 
     def _drop(self, key: str) -> PastTask | None:
@@ -208,9 +209,9 @@ class TaskHistory:
 
 
 def _entry_of(running: TaskRun, now: int) -> PastTask | None:
-    """Return the entry of a task that has ended; None if the task does not get an entry.
+    """Return the entry of a task that has ended; `now` is the number of this run.
 
-    A task without a text, and an op that has bound no name, get no entry.
+    Returns None for a task without a text, and for an op that has bound no name.
     """
     task = running.task
     kind: TaskKind

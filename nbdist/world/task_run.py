@@ -1,7 +1,7 @@
 """The state of a task in progress: its output, where its ranks are, how it ended, the result.
 
-Runs in the notebook's process and does no I/O.  `nbdist.world.inbox` passes in the messages of
-the agent, which supervises the task (`nbdist.agent.supervisor`).
+Runs in the notebook's process and does no I/O.  The agent supervises the task
+(`nbdist.agent.supervisor`), and `nbdist.world.inbox` passes the agent's messages to this module.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ RankOutputs = list[tuple[int, Output]]
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The workers at the time when a task was sent.
+    """Facts about the workers at the time when a task was sent.
 
-    If `heals` is True, workers that die are replaced when the task ends.
+    `namespace` is the `__main__` of the notebook.  If `heals` is True, workers that die are
+    replaced when the task ends.
     """
 
     size: int
@@ -62,7 +63,7 @@ class Members:
     heals: bool
 
     def rules(self, patience: Patience) -> Rules:
-        """Return the rules by which a task is supervised."""
+        """Return the rules by which the agent supervises a task."""
         return Rules(
             self.size,
             self.backend,
@@ -78,10 +79,10 @@ class TaskRun:
     """A task that was sent to its ranks: their output, where they are, and how the task ended.
 
     `shipped` has by rank the names and objects that the task brings.  `is_over` is True once all
-    ranks have finished and the work after that, such as healing, is done.  From then on
-    `recovery_text` says what was done about ranks that died or were restarted (`recovered_ranks`),
-    and `restart_text` why the task is run again, "" if it is not.  The attributes `why_died`,
-    `differing`, `lacking_text`, `replicas_text` and `incomplete_text` are texts for the user or "".
+    ranks have finished and the work after that, such as healing, is done.  Then `recovered_ranks`
+    has the ranks that died or were restarted, and `recovery_text` says what was done about them.
+    `restart_text` says why the task is run again, "" if it is not.  `why_died`, `differing`,
+    `lacking_text`, `replicas_text` and `incomplete_text` are texts for the user or "".
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class TaskRun:
 
     @classmethod
     def from_attached(cls, attached: Attached, sent: AttachedTask, members: Members) -> Self:
-        """Make the run of a task that another notebook has sent, with the original start time."""
+        """Return the run of a task that another notebook has sent, with the time of its sending."""
         rules = sent.run.rules
         patience = replace(
             attached.memory.patience,
@@ -161,7 +162,7 @@ class TaskRun:
 
     @property
     def is_job(self) -> bool:
-        """Whether the task runs in the background: no cell waits for it to end after Stop."""
+        """Whether the task runs in the background, so that no cell waits for it after Stop."""
         return self.stop.is_of_job
 
     @property
@@ -171,13 +172,13 @@ class TaskRun:
 
     @property
     def bytes_moved(self) -> tuple[int, int]:
-        """The bytes of values that ranks have packed so far, and in total, as the ranks report."""
+        """The bytes of values that all ranks have packed so far, and the total to be packed."""
         moved = self.moved.values()
         return sum(each.done for each in moved), sum(each.total for each in moved)
 
     @property
     def next_to_ask(self) -> int | None:
-        """The rank whose prompt the user should answer now; None as in `Prompts.next`."""
+        """The rank whose prompt the user should answer now, None for none (`Prompts.next`)."""
         return self.prompts.next(time.monotonic(), self.unfinished)
 
     @property
@@ -206,7 +207,7 @@ class TaskRun:
 
     @property
     def waits(self) -> str:
-        """A text about silent machines, stalled networks and ranks that wait; "" for none."""
+        """A text about machines that do not respond, stalled networks and waiting ranks, or ""."""
         stalled = hangs.stalled_text(self.places, self.members.machines)
         return " · ".join(filter(None, [hangs.silent_text(self.silent), stalled, self._waiting]))
 
@@ -214,8 +215,8 @@ class TaskRun:
     def _waiting(self) -> str:
         """A text that says which ranks wait in which collective, and where other ranks are; or "".
 
-        The text is "" if no rank waits in a collective, or if a rank waits for input; for a task on
-        all ranks also before the task's age is `Patience.hang_timeout`.
+        The text is "" if no rank waits in a collective, or if a rank waits for input.  If the task
+        runs on all ranks, the text is also "" in the first `Patience.hang_timeout` seconds.
         """
         if self.prompts.ranks:  # the other ranks may wait for the rank that waits for input
             return ""
@@ -244,7 +245,7 @@ class TaskRun:
 
     @property
     def not_stopped(self) -> errors.RanksNotStopped:
-        """The error that names the unfinished ranks, and says whether they may lose variables."""
+        """The error which says that ranks still run the task, and whether they may be killed."""
         return errors.RanksNotStopped(self.unfinished, self.doing, is_safe=self._is_safe)
 
     @property
@@ -254,9 +255,9 @@ class TaskRun:
     # --- events ---------------------------------------------------------------------------
 
     def record_interrupt(self, now: float) -> None:
-        """Record whether a network is stalled while ranks are interrupted, and drop all prompts.
+        """Record that the ranks are interrupted: store whether a network is stalled, drop prompts.
 
-        An interrupted rank gets no more input.
+        An interrupted rank gets no input for its prompt.
         """
         self.stop.was_stalled = any(place.stalled for place in self.places.values())
         for rank in self.prompts.ranks:
@@ -265,7 +266,7 @@ class TaskRun:
     def handle_message(
         self, message: Located | Aborted | Decided | UnresponsiveHosts | UsageReport, now: float
     ) -> None:
-        """Update the state from a message of the agent."""
+        """Update this task from a message of the agent; ignore what is about other tasks."""
         match message:
             case Located(places, requested_at) if requested_at >= self.requested_at:
                 self.places, unfinished = dict(places), self.unfinished
@@ -282,7 +283,7 @@ class TaskRun:
                 self.usage = {**self.usage, **own}
 
     def _handle_decision(self, decided: Decided, now: float) -> None:
-        """Record what the agent or head has decided and does about the task."""
+        """Record a decision of the agent: to abort collectives, stop the task, or kill ranks."""
         match decided.decision:
             case Decision.ABORT:
                 self.aborted.update(decided.waiting)
@@ -299,9 +300,9 @@ class TaskRun:
                 self.unwoken = dict(decided.waiting)
 
     def explain_death(self, places: Mapping[int, RankPosition]) -> str:
-        """Return why gloo killed a rank; "" if gloo killed no rank.
+        """Return why gloo ended the process of a rank; "" if it ended none.
 
-        `places` says where the survivors are in their code.
+        `places` says where the other ranks are in their code.
         """
         texts = (hangs.why_died(rank, died, places) for rank, died in sorted(self.deaths.items()))
         return next(filter(None, texts), "")
@@ -314,8 +315,8 @@ class TaskRun:
 
     def receive(self, rank: int, output: Output) -> None:
         """Add a rank's output to the transcript and to `pop_outputs`, and update the state."""
-        # An abort of collectives makes gloo raise; with nccl a worker then interrupts itself.  The
-        # user gets a short error in place of both.
+        # After an abort of collectives gloo raises its own error, and with nccl the worker
+        # interrupts itself.  The user gets a short error in place of both.
         was_interrupted = rank in self.aborted and not self.stop.is_stopping
         leads = {"KeyboardInterrupt"} if was_interrupted else ()
         if isinstance(output, Failure) and (output.connections == "ended" or output.name in leads):
@@ -341,19 +342,19 @@ class TaskRun:
         return hangs.shorten_error(failure, aborted, self.task.script, errors)
 
     def _explain_released(self) -> None:
-        """Rewrite the errors of released ranks: why the other rank failed may be known only now."""
+        """Update the errors of released ranks, once more is known about why other ranks failed."""
         for rank, failure in self._released.items():
             track, explained = self.transcript[rank], self._shortened(rank, failure)
             if track.failure is not None and track.failure.message != explained.message:
                 track.failure, track.version = explained, track.version + 1
 
     def pop_outputs(self) -> RankOutputs:
-        """Return the outputs that ranks have sent since the last call."""
+        """Return the outputs that have arrived since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def return_outputs(self, outputs: Iterable[tuple[int, Output]]) -> None:
-        """Let the next `pop_outputs` return outputs again that an earlier call has returned."""
+        """Give back outputs of `pop_outputs`, so that its next call returns them again."""
         self._outputs = [*outputs, *self._outputs]
 
     def waits_after(self, rank: int) -> bool:
@@ -361,7 +362,7 @@ class TaskRun:
         return bool(self.unfinished) and rank in set(self.task.ranks) - set(self.unfinished)
 
     def is_of_earlier_task(self, rank: int, output: Output) -> bool:
-        """Return True if the output updates a display that this task's transcript lacks."""
+        """Return True if the output is an update of a display that an earlier task has made."""
         has = self.transcript[rank].has_display
         return isinstance(output, events.DisplayUpdate) and not has(output.display_id)
 
@@ -373,7 +374,7 @@ class TaskRun:
     # --- result ---------------------------------------------------------------------------
 
     def received_parcel(self, rank: int) -> Parcel:
-        """Return the rank's parcel of `shipped`; `NOTHING_SENT` if the rank refused the names."""
+        """Return the rank's parcel; `NOTHING_SENT` if none was sent or the rank has refused it."""
         error = self.transcript[rank].error
         was_refused = isinstance(error, Failure) and error.name == events.NAME_PROBLEM
         return NOTHING_SENT if was_refused else self.shipped.get(rank, NOTHING_SENT)
@@ -395,7 +396,7 @@ class TaskRun:
     def result(self) -> CellResult[Any]:
         """Return the result so far, with the values of the ranks that have succeeded.
 
-        If the task `keeps` its last values, each value here is None: `value` reads the values.
+        If the task has `keeps`, each value in the result is None; call `value` to get the values.
         """
         done = {rank: each for rank, each in self.done().items() if each.status == "ok"}
         if self.task.brings_small:
@@ -480,9 +481,9 @@ class TaskRun:
         return {track.rank: track.done for track in self.transcript if track.done is not None}
 
     def value(self, done: Done) -> Any:
-        """Return the values that a rank has sent back; for a single fetched name, only its value.
+        """Unpickle and return the values that a rank has sent with its `Done`; None without values.
 
-        Returns None if the rank sent no values.
+        If the task has fetched a single name, return only that name's value.
         """
         if not isinstance(done.values, Payload):
             return None

@@ -14,8 +14,9 @@ class TaskTable:
     """The tasks in progress, and the task that was sent last.
 
     Several tasks can run side by side on different ranks.  `last` is the task that was sent last.
-    `runs` has this task and the tasks that ranks still ran when it was sent, in the order of
-    sending.  `failed_runs` has the tasks in which ranks died that were not replaced yet.
+    `runs` has, in the order of sending, the last task and all tasks that ranks were still running
+    when the last task was sent.  `failed_runs` has the tasks in which ranks died, until these ranks
+    are replaced.
     """
 
     def __init__(self) -> None:
@@ -29,12 +30,12 @@ class TaskTable:
 
     @property
     def unfinished_runs(self) -> list[TaskRun]:
-        """The tasks that ranks run, in the order of sending."""
+        """The tasks that at least one rank still runs, in the order of sending."""
         return [run for run in self.runs if run.unfinished]
 
     @property
     def unfinished(self) -> tuple[int, ...]:
-        """The ranks that run a task."""
+        """The ranks that run any task, sorted."""
         return tuple(sorted(rank for run in self.runs for rank in run.unfinished))
 
     @property
@@ -44,12 +45,12 @@ class TaskTable:
 
     @property
     def known_runs(self) -> list[TaskRun]:
-        """The tasks that messages can be about: tasks in progress, and the task sent last."""
+        """The tasks that a message of the agent can be about: those in `runs`, and `last`."""
         last = self.last
         return self.runs if last is None or last in self.runs else [*self.runs, last]
 
     def find_run(self, task_id: str) -> TaskRun | None:
-        """Return the task with this id, if a rank has not finished it or it was sent last."""
+        """Return the task of `known_runs` with this id; None if there is none."""
         return next((run for run in self.known_runs if run.task.id == task_id), None)
 
     def run_on(self, ranks: Collection[int]) -> TaskRun | None:
@@ -57,23 +58,24 @@ class TaskTable:
         return next((run for run in self.runs if not {*run.unfinished}.isdisjoint(ranks)), None)
 
     def stopped_run(self, ranks: Collection[int]) -> TaskRun | None:
-        """Return a stopped task that `ranks` still run, or that has not been completed; or None.
+        """Return the first stopped task that the next task on `ranks` has to wait for, or None.
 
-        A task that all its ranks have ended is returned whatever the `ranks`: `follow` still has to
-        complete it, for example by healing the group.
+        This is a stopped task that one of `ranks` still runs.  It can also be a stopped task that
+        all its ranks have finished, on whichever ranks, if `recovery.follow` has not done the work
+        after it, such as healing the group.  Jobs are left out.
         """
         for run in self.known_runs:
-            # A job has a caller that waits for the job's end, also after Stop.
+            # The caller of a job follows the job to its end, also after Stop.
             is_left = run.stop.is_stopping and not run.is_over and not run.is_job
             if is_left and not (run.unfinished and {*run.unfinished}.isdisjoint(ranks)):
                 return run
         return None
 
     def add(self, running: TaskRun) -> None:
-        """Add a task that is being sent, and drop the tasks that all their ranks have finished."""
+        """Add a task that is being sent; drop the tasks that no rank runs any more."""
         self.runs = [*self.unfinished_runs, running]
         self.last = running
 
     def forget(self) -> None:
-        """Forget the tasks of workers that have ended, and which of them was the last."""
+        """Empty the table, because the workers have ended."""
         self.last, self.runs, self.failed_runs = None, [], []

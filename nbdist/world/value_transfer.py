@@ -44,7 +44,7 @@ from nbdist.world.task_run import TaskRun
 
 
 def check_expressions(expressions: Sequence[str]) -> None:
-    """Raise UsageError if a text is not a Python expression, before workers get the texts."""
+    """Raise UsageError if one of the texts is not a Python expression."""
     for text in expressions:
         try:
             compile(text, "<gather>", "eval")
@@ -70,9 +70,9 @@ def gather(
 ) -> list[Any]:
     """Return the values of expressions on these ranks, by default all; see `World.gather`.
 
-    `check_expressions` has checked the expressions.  `run_task` runs a task and returns its result
-    by rank.  For each expression the returned list has a list of values; with `rank` it has the
-    value of that rank, with `how` the joined value.
+    The returned list has an item for each expression: the list of the ranks' values, with `rank`
+    only the value of that rank, with `how` the joined value.  `run_task` runs a task and returns
+    its result by rank.  Call `check_expressions` before.
     """
     # `nbdist.world.task_history` reads `expressions` of such a task.
     arguments: dict[str, Any] = {"expressions": tuple(expressions)}
@@ -91,10 +91,10 @@ def gather(
 
 
 def _check_spread(replies: Mapping[int, Brought], ranks: Sequence[int]) -> None:
-    """Raise UsageError unless all sharded values can be assembled.
+    """Raise UsageError if a sharded value cannot be put together from its parts.
 
-    All ranks that hold a part of a value have to be among `ranks`, and must shard it in the same
-    way.
+    This is so if a rank that holds a part of the value is not among `ranks`, or if the ranks do not
+    shard the value in the same way.
     """
     for brought in replies.values():
         for number, part in enumerate(brought.spread):
@@ -113,7 +113,10 @@ def _check_spread(replies: Mapping[int, Brought], ranks: Sequence[int]) -> None:
 
 
 def _read(engine: Engine, task: Task, replies: Mapping[int, Brought]) -> list[dict[int, Any]]:
-    """Return for each expression its values by rank; raises UsageError if a rank has no value."""
+    """Unpickle the replies; return for each expression its values by rank.
+
+    Raises UsageError if a rank has no value.
+    """
     try:
         if error := missing_error(engine, replies):
             raise error
@@ -161,15 +164,16 @@ def _missing_text(engine: Engine, name: str, replies: Mapping[int, Brought]) -> 
 def bind_steps(
     engine: Engine, take: Task, work: Work, shipped: Mapping[int, Parcel] | None = None
 ) -> Iterator[TaskRun]:
-    """Send the task `take`, then a task with `work`; yield each, for the caller to wait for it.
+    """Send the task `take`, and then a task with `work`; yield each, for the caller to follow it.
 
         for running in bind_steps(engine, take, OpCall("values.bind_scattered")):
             dispatch.wait(engine, running)
         dispatch.check(engine, running)
 
-    The second task is sent only if the first has succeeded and was not stopped.  If the values are
-    the notebook's, `shipped` has by rank the names and objects that are bound.  Raises the errors
-    of `dispatch.submit` and `commit`.
+    In the first task ranks receive values, and in the second they bind the values.  The second is
+    sent only if the first has succeeded and was not stopped.  If the values are the notebook's,
+    `shipped` has by rank the names and objects that are bound.  Raises the errors of
+    `dispatch.submit` and `commit`.
     """
     taken, bound = dispatch.submit(engine, take), None
     try:
@@ -186,11 +190,11 @@ def bind_steps(
 def commit(
     engine: Engine, taken: TaskRun, work: Work, shipped: Mapping[int, Parcel] | None = None
 ) -> TaskRun:
-    """Let the ranks of a finished task bind the values that they have received by the task.
+    """Have the ranks of the finished task `taken` bind the values that they received in it.
 
-    Returns the task in which the ranks bind the values; the first Stop does not interrupt it.
-    Raises an error, with nothing bound, if a rank has died or was replaced since it received the
-    values, or if no task can be sent.
+    Returns the new task, with the given `work`, in which the ranks bind the values; the first Stop
+    does not interrupt it.  Raises an error, with nothing bound, if a rank has died or was replaced
+    since it received the values, or if no task can be sent.  `shipped` is as in `bind_steps`.
     """
     inbox.receive_waiting(engine)
     recovery.heal(engine)
@@ -208,9 +212,9 @@ def commit(
 
 
 def bind(engine: Engine, take: Task, work: Work) -> TaskRun:
-    """Run the tasks of `bind_steps`, and return the last one.
+    """Run both tasks of `bind_steps` to their end, and return the second.
 
-    Raises the errors of `bind_steps` and of the last task, and KeyboardInterrupt after Stop.
+    Raises the errors of `bind_steps` and of the tasks, and KeyboardInterrupt after Stop.
     """
     for running in bind_steps(engine, take, work):
         dispatch.wait(engine, running)
@@ -267,7 +271,7 @@ class Scatter:
         return f"{self.name}: {sum(self._sizes.values())} {self._unit}, {', '.join(texts)}"
 
     def packing(self) -> Generator[int, None, None]:
-        """Copy parts that are not small to shared memory; yield the bytes copied so far."""
+        """Copy large parts to shared memory; yield again and again the bytes copied so far."""
         # Small parts are in the task's message.  All ranks get all parts in that message, so the
         # limit for a part is divided by the number of ranks.
         limit, done = INLINE_LIMIT // len(self.ranks), 0
@@ -281,16 +285,16 @@ class Scatter:
             done += size_of(frames)
 
     def tasks(self) -> tuple[Task, OpCall]:
-        """Return arguments of `bind`: the task in which ranks receive, and the work that binds.
+        """Return the task in which ranks receive the parts, and the work that binds them.
 
-        Call this method after `packing` has ended.
+        These are arguments of `bind`.  Call this method after `packing` has ended.
         """
         arguments = {"name": self.name, "parts": self._payloads}
         take = self._engine.task(OpCall("values.scatter", arguments), ranks=self.ranks)
         return take, OpCall("values.bind_scattered")
 
     def close(self) -> None:
-        """Release the shared memory of the parts, which ranks must have mapped by now."""
+        """Release the shared memory of the parts; call this after ranks have received them."""
         self._memory.close()
 
 
@@ -299,7 +303,7 @@ def sync(
 ) -> tuple[int, ...]:
     """Copy variables from the rank `source` to other ranks; see `World.sync`.
 
-    Returns the ranks that bound copies.  Either all receivers bind the variables or none does.
+    Returns the ranks that have got copies.  Either all receivers bind the variables or none does.
     """
     if not names:
         raise UsageError("`%dist_sync`: which names? `%dist_sync model opt --from 0`.")
@@ -353,12 +357,12 @@ def save(
     names: Sequence[str] | None = None,
     name: str | None = None,
 ) -> Snapshot:
-    """Write variables of each rank to a new snapshot; see `World.snapshot`.
+    """Write variables of each rank to a new snapshot, and return it; see `World.snapshot`.
 
-    By default these are all variables that cells have bound or changed on the rank, without
-    variables that cannot be pickled.  Raises UsageError, and leaves no snapshot, if files cannot be
-    written, if one of `names` is on no rank or cannot be pickled, or if there is no variable to
-    write.
+    If `names` is None, these are all variables that cells have bound or changed on the rank,
+    without those that cannot be pickled.  `name` is by default the store's `default_name`.  Raises
+    UsageError, and leaves no snapshot, if files cannot be written, if one of `names` is on no rank
+    or cannot be pickled, or if there is no variable to write.
     """
     name = store.default_name if name is None else name
     if names is None:
@@ -398,9 +402,9 @@ def restore(
     """Bind variables of a snapshot, by default all, on these ranks, by default all.
 
     Each rank reads its own file, and gets the saved states of its random number generators.  With
-    `from_rank` each rank reads that rank's file, and keeps its present random states; sharded
-    values are then assembled from all files, and sharded over this world.  Raises UsageError, with
-    nothing bound, if a file is damaged or the snapshot does not fit.
+    `from_rank`, each rank reads that rank's file instead, and keeps its present random states.
+    Sharded values are then put together from all files, and sharded over this world.  Raises
+    UsageError, with nothing bound, if a file is damaged or the snapshot does not fit the ranks.
     """
     if snapshot.distrust:
         raise store.distrust_error(snapshot, snapshot.distrust)
@@ -454,10 +458,10 @@ def _problem(parts: Mapping[int, Written | Loaded]) -> str:
 def _sources(
     snapshot: Snapshot, size: int, ranks: Sequence[int] | None, from_rank: int | None
 ) -> dict[int, int]:
-    """Return, for each rank, the rank of the snapshot whose file it reads.
+    """Return, by rank of this world, the rank of the snapshot whose file the rank reads.
 
-    Raises UsageError if the snapshot lacks a file, or if it has another number of ranks and neither
-    `ranks` nor `from_rank` is given.
+    Raises UsageError if the snapshot lacks a file that is needed.  Also raises it if the snapshot
+    has another number of ranks than `size`, and neither `ranks` nor `from_rank` is given.
     """
     on, before = range(size) if ranks is None else ranks, len(snapshot.parts)
     of = count(before, "rank") + (f" (0-{before - 1})" if before > 1 else "")

@@ -1,9 +1,9 @@
 """The widgets of ranks, as the notebook's page shows them: their models, and captured outputs.
 
-Runs in the notebook's process and does no I/O.  `nbdist.world.inbox` makes `Widgets` at the first
-message of a widget and passes outputs through it; `nbdist.notebook.rich_output` passes messages to
-the page and from the page.  `Widgets` has a lock, because another thread may pass messages of the
-page while a cell runs.
+Runs in the notebook's process and does no I/O.  `nbdist.world.world_outputs` makes `Widgets` at the
+first message of a widget, and passes the ranks' outputs through it.  `nbdist.notebook.rich_output`
+passes messages to the page and from the page.  `Widgets` has a lock, because another thread may
+pass messages of the page while a cell runs.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ MAX_WIDGET_OUTPUTS, MAX_WIDGET_TEXT = 500, 200_000
 class Model:
     """The model of a widget: its rank and its present state.
 
-    `buffers` are the binary parts of the state, by their paths.  `clears_next` is True if an
-    `Output` widget has to be cleared before its next output (`clear_output(wait=True)`).
+    `buffers` are the binary parts of the state, by their paths in the state.  `clears_next` is True
+    if an `Output` widget has to be cleared before its next output (`clear_output(wait=True)`).
     """
 
     rank: int
@@ -49,7 +49,7 @@ class Model:
 
     @property
     def captures(self) -> bool:
-        """Whether the widget is an `Output`, which captures outputs in its context."""
+        """Whether the widget is an `Output`, which captures what its `with` block outputs."""
         return self.state.get("_model_name") == "OutputModel"
 
     @property
@@ -63,7 +63,7 @@ class Model:
         return [each for each in parts if isinstance(each, dict)]
 
     def change(self, comm: Comm) -> None:
-        """Update the state from a message with the state or a part of it; ignore other messages."""
+        """Update the state from a message that has the state or a part of it; ignore others."""
         state = comm.data.get("state")
         if not isinstance(state, Mapping):
             return
@@ -95,10 +95,10 @@ class Widgets:
         return f"<Widgets {len(self.models)} models, {len(self._messages)} messages wait>"
 
     def handle_output(self, rank: int, output: Output) -> Output | None:
-        """Handle an output of a rank; return the output that the cell shows, or None.
+        """Handle an output of a rank; return the output that the cell shows, None if it shows none.
 
-        Messages of widgets update their models.  Output in the context of an `Output` widget is
-        added to that widget.
+        A message of a widget updates the widget's model.  Output in the `with` block of an `Output`
+        widget is added to that widget, and the cell does not show it.
         """
         with self._lock:
             match output:
@@ -136,9 +136,10 @@ class Widgets:
         self._messages.append(comm)
 
     def _begin_or_end(self, model: Model, comm: Comm) -> None:
-        """Let a widget begin or end to capture outputs, if the message has a `msg_id`.
+        """Begin or end the capturing of a rank's outputs by an `Output` widget.
 
-        An empty `msg_id` ends the capturing.
+        A message with a `msg_id` begins it, a message with an empty `msg_id` ends it.  Other
+        messages change nothing.
         """
         inside = self._capturing.setdefault(model.rank, [])
         begins = bool(model.state.pop("msg_id", ""))
@@ -170,7 +171,7 @@ class Widgets:
         self._written[name] = None
 
     def _shown(self, output: Display | DisplayUpdate) -> Display | DisplayUpdate:
-        """Return the display, or only its text with a remedy if the widget's model is not known."""
+        """Return a widget's display; if its model is not known, a text with a remedy instead."""
         view = output.data[WIDGET]
         name = str(view.get("model_id", "")) if isinstance(view, Mapping) else ""
         if name in self.models:
@@ -183,7 +184,7 @@ class Widgets:
     def pop_messages(self) -> list[tuple[int, Comm]]:
         """Return the messages for pages and for ranks since the last call.
 
-        Each message comes with the rank that has to get the message, or -1 for pages.
+        Each message is in a pair with the rank to which it must be sent, -1 for pages.
         """
         with self._lock:
             comms, self._messages = merged(map(self._for_page, self._messages)), []
@@ -211,9 +212,9 @@ class Widgets:
         return comm._replace(data={**comm.data, "state": kept})
 
     def from_page(self, comm: Comm) -> int | None:
-        """Update a model by a message of a page; return the rank that has to get the message.
+        """Update a model by a message of a page; return the rank to which the message must be sent.
 
-        Returns None if the message's model does not exist (any more).
+        Returns None if there is no such model.
         """
         with self._lock:
             if (model := self.models.get(comm.id)) is None:

@@ -189,7 +189,7 @@ class World:
     def stacks(
         self, ranks: RankSelection | None = None, *, rank: int | None = None
     ) -> tuple[Stack, ...]:
-        """Return the current stack of each rank's main thread, also while the ranks are busy.
+        """Return the present stack of the main thread of each rank, also while ranks are busy.
 
         `ranks` are by default all.  Without workers the result is empty.
         """
@@ -208,23 +208,23 @@ class World:
         lifecycle.start(self.engine)
 
     def restart(self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Any) -> None:
-        """End all workers and start new ones; works in every state if `keep` is empty.
+        """End all workers and start new ones, which have only the variables in `keep`.
 
-        Only the variables in `keep` survive; to read variables, the ranks have to be ready for a
-        task.  CUDA tensors come back on the CPU.  `changes` are arguments of `World`; the other
-        arguments stay as they are.
+        Without `keep` this works in every state of the world.  With `keep` the ranks must be ready
+        for a task, in which they send the variables.  CUDA tensors come back on the CPU.  `changes`
+        are arguments of `World` with new values; the other arguments stay as they are.
         """
         restarts.restart(self.engine, n, keep, **changes)
 
     @property
     def _started(self) -> Engine:
-        """The engine, after the workers were started if they never were before."""
+        """The engine; reading this property starts the workers if they were never started."""
         self._start_if_new()
         return self._ready
 
     @property
     def _ready(self) -> Engine:
-        """The engine; the subclass `PoolWorld` first waits until all ranks can get a task."""
+        """The engine; in the subclass `PoolWorld`, reading this waits until all ranks are free."""
         return self.engine
 
     def _start_if_new(self) -> None:
@@ -232,15 +232,15 @@ class World:
             self.start()
 
     def _select(self, ranks: RankSelection | None, rank: int | None) -> tuple[int, ...]:
-        """Return the ranks that the arguments select; start the workers if they never were.
+        """Return the ranks that the arguments select; start the workers if they were never started.
 
-        The subclass `PoolWorld` then waits until no job runs on the ranks.
+        The subclass `PoolWorld` also waits until no job runs on these ranks.
         """
         self._start_if_new()
         return self.engine.select_ranks(ranks, rank)
 
     def shutdown(self) -> None:
-        """End all workers and their agent; log a warning if processes are left elsewhere."""
+        """End all workers and their agent; log a warning if other machines have processes left."""
         if leftovers := lifecycle.shutdown(self.engine):
             log.warning("%s", leftovers)
 
@@ -538,7 +538,12 @@ class World:
         execution_count: int | None = None,
         key: str = "",
     ) -> Task:
-        """Return a new task for `submit`, by default on all ranks; a text is a cell's source."""
+        """Return a new task for `submit`, by default on all ranks.
+
+        If `work` is a text, it is the source of a cell.  `names` are packed variables that the
+        ranks bind first, and `fetch` expressions whose values are returned.  `execution_count` is
+        the number of the cell, and `key` identifies the cell.
+        """
         fields = {"plain": names, "fetch": fetch, "execution_count": execution_count}
         return self.engine.task(work, ranks=ranks, rank=rank, key=key, **fields)
 
@@ -552,17 +557,17 @@ class World:
         return dispatch.submit(engine, engine.with_current_ranks(task, before), patience)
 
     def follow(self, running: TaskRun, *, answers: bool = False) -> Following:
-        """Yield output until the task has ended, as `nbdist.world.recovery.follow` does.
+        """Yield output of a task until the task has ended, as `nbdist.world.recovery.follow` does.
 
-        The caller then has to check `running.error()`.
+        Errors of the task are not raised: the caller then has to check `running.error()`.
         """
         return recovery.follow(self.engine, running, answers=answers)
 
     def catch_up(self) -> CellResult[Any] | None:
-        """Show the output of the tasks that ran when this world was attached, until all have ended.
+        """Wait for the tasks that were running when this world was attached; show their output.
 
-        Returns the result of the last of these tasks, and raises as `execute`.  Returns None if no
-        task ran then, or if all have ended already.
+        Returns the result of the last of these tasks, and raises the errors of `execute`.  Returns
+        None if no task was running, or if an earlier call has waited for all of them.
         """
         result = None
         for running in [*self.engine.task_table.runs]:  # in the order in which the tasks were sent
@@ -580,7 +585,7 @@ class World:
     # --- the group ------------------------------------------------------------------------
 
     def replace(self, ranks: RankSelection, keep: Sequence[str] = ()) -> None:
-        """Restart ranks, which get back the variables in `keep`; others keep all variables.
+        """Restart ranks, which get the variables in `keep` back; other ranks keep all variables.
 
         Raises:
             WorldNotStarted: there are no workers.
@@ -728,7 +733,7 @@ def run(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> CellR
 def _arguments_not_of(
     function: Callable[..., Any], kwargs: Mapping[str, object], names: set[str]
 ) -> dict[str, object]:
-    """Return the keyword arguments with these names that the function does not accept."""
+    """Return the arguments in `kwargs` that have one of `names` and that the function rejects."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a function in C may have no signature
@@ -791,9 +796,10 @@ def attach(name: str | None = None) -> World:
 
 
 def take_over(running_world: RunningWorld, namespace: dict[str, Any]) -> World:
-    """Take over a world that was found; its engine reads and binds names in `namespace`.
+    """Take over a running world, which has lost its notebook, and return it as a `World`.
 
-    Raises UsageError if the world refuses, as `attach` does.
+    Its engine reads and binds variables of this notebook in `namespace`.  Raises UsageError if the
+    world refuses, for example because a notebook still uses it.
     """
     try:
         folder = JoinedFolder(running_world.folder)

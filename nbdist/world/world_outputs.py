@@ -1,4 +1,4 @@
-"""What ranks show that belongs to no single task: late output, curves and widgets.
+"""The output of ranks that belongs to no single task: late output, curves and widgets.
 
 Runs in the notebook's process and does no I/O.
 """
@@ -21,8 +21,9 @@ LATE_KEPT = 1000  # the most outputs outside of tasks that are kept, such as out
 class WorldOutputs:
     """The output of ranks outside of tasks, the curves of all tasks, and the widgets of ranks.
 
-    `curves` has also curves of tasks before a restart.  `widgets` is None until a rank sends the
-    first message of a widget and `shows_widgets` is True, because a page can show widgets.
+    `curves` also has the curves of tasks before a restart.  The owner sets `shows_widgets` to True
+    if the notebook has a page that can show widgets.  `widgets` is made at the first message of a
+    widget, and only if `shows_widgets` is True; it is None before.
     """
 
     def __init__(self) -> None:
@@ -32,17 +33,21 @@ class WorldOutputs:
         self._late: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)
 
     def add_late(self, rank: int, output: Any) -> None:
-        """Keep an output of a rank outside of tasks, until `pop_late`."""
+        """Keep an output that a rank made while it ran no task; `pop_late` returns it."""
         self._late.append((rank, output))
 
     def pop_late(self) -> list[tuple[int, Any]]:
-        """Return pairs of rank and output, for outputs outside of tasks since the last call."""
+        """Return the outputs of `add_late` since the last call, as pairs of rank and output."""
         outputs = [*self._late]
         self._late.clear()
         return outputs
 
     def pass_to_widgets(self, rank: int, output: Output) -> Output | None:
-        """Pass an output to `Widgets`; return the output that the cell shows, or None."""
+        """Pass a rank's output to `Widgets`; return the output that the cell shows, None if none.
+
+        Without widgets the output is returned unchanged.  A widget's message is dropped if
+        `shows_widgets` is False.
+        """
         if self.widgets is None:
             if not isinstance(output, Comm):
                 return output
@@ -55,11 +60,11 @@ class WorldOutputs:
         return self.widgets.handle_output(rank, output)
 
     def renumber(self, change: Renumbering) -> None:
-        """Give the ranks of widgets their new numbers."""
+        """Update the widgets after ranks have got new numbers."""
         if self.widgets is not None:
             self.widgets.renumber(change.became)
 
     def end_widgets(self) -> None:
-        """Record that the workers that have made the widgets have ended."""
+        """Close the widgets, because the workers that have made them have ended."""
         if self.widgets is not None:
             self.widgets.end()

@@ -1,7 +1,7 @@
-"""Private names of pydevd, the part of debugpy that runs in the process that is debugged.
+"""Uses private names of pydevd, the part of debugpy that runs in the process that is debugged.
 
-`debugpy.listen` would open a TCP port and start another process.  `DebugSession` serves the Debug
-Adapter Protocol on a connected socket instead.  debugpy is imported with the first session.
+`debugpy.listen` would open a TCP port and start another process.  Instead, `DebugSession` serves
+the Debug Adapter Protocol on a connected socket.  debugpy is imported with the first session.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 from nbdist.wire.places import CELL_FILE
 
 # pydevd reads these variables when it is imported.  The first two make a step go from a statement
-# of a cell to the next statement, although IPython runs each statement alone: a statement is
-# called by IPython's `run_code`, which `WorkerShell.run_code` calls.  The third one avoids a
-# warning on standard modules whose source pydevd cannot debug.
+# of a cell to the next statement, although IPython runs each statement alone.  They name the
+# functions that call a statement: IPython's `run_code`, and `WorkerShell.run_code` around it.  The
+# third variable avoids a warning about standard modules whose source pydevd cannot debug.
 IMPORT_ENVIRON: Mapping[str, str] = {
     "PYDEVD_IPYTHON_COMPATIBLE_DEBUGGING": "1",
     "PYDEVD_IPYTHON_CONTEXT": "interactiveshell.py,run_code,run_code",
@@ -34,7 +34,7 @@ DISPOSE_TIMEOUT = 1.0  # seconds for each of the threads of pydevd to exit
 
 
 def missing() -> str:
-    """Return a sentence if this Python cannot be debugged by debugpy now; else ""."""
+    """Return why debugpy cannot debug this process now; "" if it can."""
     if find_spec("debugpy") is None:
         return f"{sys.executable} has no debugpy"
     constants = sys.modules.get("_pydevd_bundle.pydevd_constants")
@@ -44,7 +44,7 @@ def missing() -> str:
 
 
 def _import_pydevd() -> Any:
-    """Import pydevd as debugpy has it, and keep the process's environment and breakpoint hook."""
+    """Import and return debugpy's pydevd; leave `os.environ` and `sys.breakpointhook` unchanged."""
     before, hook = {name: os.environ.get(name) for name in IMPORT_ENVIRON}, sys.breakpointhook
     os.environ.update(IMPORT_ENVIRON)
     try:
@@ -63,9 +63,9 @@ def _import_pydevd() -> Any:
 
 
 def _exists(original: Callable[[str], bool], file: str) -> bool:
-    """Return True for a file that exists, and for a cell, whose file the notebook's machine has.
+    """Return True for a file that exists, and for the file of any cell, which need not exist here.
 
-    pydevd ignores a breakpoint in a file that does not exist.
+    pydevd would ignore a breakpoint in a file that does not exist.
     """
     return CELL_FILE.search(file) is not None or original(file)
 
@@ -94,7 +94,7 @@ class DebugSession:
             self._pause_tracing = monitoring.stop_monitoring
         else:
             self._pause_tracing = partial(import_module("pydevd_tracing").SetTrace, None)
-        # The keys that pydevd reads; a process that forks is not to be followed.
+        # pydevd reads these keys.  Without "multiprocess" it does not debug forked processes.
         pydevd.SetupHolder.setup = {
             "client": "127.0.0.1",
             "server": False,
@@ -145,7 +145,7 @@ class DebugSession:
     def _stop_tracing_threads(self) -> None:
         """Have each thread of this process remove its trace function when it next calls a function.
 
-        pydevd stops only the calling thread, so that code of the other threads would stay slow.
+        pydevd stops tracing only the calling thread; the code of other threads would stay slow.
         """
         # A frame that still has this function would trace its thread again with its next line.
         for frame in (each for top in sys._current_frames().values() for each in _frames(top)):
@@ -155,13 +155,13 @@ class DebugSession:
         tracing.set_trace_to_threads(_stop_tracing_here, create_dummy_thread=False)
 
     def begin_task(self) -> None:
-        """Trace the calling thread again: Python stops tracing if Stop ends a breakpoint."""
+        """Trace the calling thread again, in case Stop at a breakpoint has ended its tracing."""
         self._debugger.enable_tracing()
 
     def pause_tracing(self) -> None:
         """Do not stop the calling thread again until `begin_task`; signal handlers may call this.
 
-        Only sets attributes, as the signal may have come while pydevd holds a lock.
+        Only sets attributes, because the signal may have come while pydevd holds a lock.
         """
         self._pause_tracing()
 
@@ -172,7 +172,7 @@ class DebugSession:
         self._debugger.break_on_user_uncaught_exceptions = {}
 
     def end_task(self) -> None:
-        """Forget a step or a breakpoint that Stop or the end of the cell has left."""
+        """Let the calling thread run freely again if its task has ended in the middle of a step."""
         constants = import_module("_pydevd_bundle.pydevd_constants")
         lifecycle = import_module("_pydevd_bundle.pydevd_thread_lifecycle")
         lifecycle.resume_threads(constants.get_current_thread_id(threading.current_thread()))
@@ -190,7 +190,7 @@ class DebugSession:
         self._debugger.enable_tracing()
 
     def forget_in_child(self) -> None:
-        """Debug nothing in a forked process, which has no thread that could end a breakpoint."""
+        """Switch debugging off in a forked process, where nothing could end a stop."""
         self._debugger.pydb_disposed = True
         self._pause_tracing()
         threading.settrace(None)
@@ -220,7 +220,7 @@ def _is_of_pydevd(trace: object) -> bool:
 
 
 def _stop_tracing_here(frame: FrameType, event: str, arg: object) -> None:
-    """Remove the trace function of the calling thread; is itself a trace function."""
+    """Stop the tracing of the calling thread; this is a trace function that removes itself."""
     import_module("pydevd_tracing").SetTrace(None)
 
 
