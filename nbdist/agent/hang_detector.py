@@ -141,9 +141,9 @@ class HangDetector:
         return is_calm or now - self._since[rank] >= unchanged
 
     def unwakeable_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Return the ranks that `UNWAKEABLE_ABORTS` aborts have not woken from a collective.
+        """Return those of `ranks` that are at the same place after `UNWAKEABLE_ABORTS` aborts.
 
-        Only ranks whose gloo threads are idle are returned.
+        Ranks with a running thread of gloo are left out: that thread may still wake them.
         """
 
         def is_one(rank: int) -> bool:

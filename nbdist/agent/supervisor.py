@@ -280,8 +280,9 @@ def fact_of(output: Output) -> Output | None:
 
 
 class Supervision:
-    """Supervises all tasks in progress, by a `Supervisor` for each.
+    """Passes facts to the `Supervisor` of each task in progress, and carries out its decisions.
 
+    Depending on a decision, collectives are aborted, or ranks are interrupted or killed.
     `deliver` carries out a message as if the notebook had sent it.  `send` sends a message to the
     notebook.  The object belongs to the `NotebookLink`.
     """

@@ -422,7 +422,10 @@ class Rendezvous:
         self._store = os.memfd_create(f"nbdist-store{self.attempt}")
 
     def make_folder(self) -> None:
-        """Make the runtime folder if it is gone; raises PermissionError if another user made it."""
+        """Make the runtime folder if it is gone.
+
+        Raises PermissionError if the path exists and is not a folder that only this user can open.
+        """
         try:
             self._runtime.mkdir(mode=folders.PRIVATE_FOLDER)
         except FileExistsError:

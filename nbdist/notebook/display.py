@@ -275,7 +275,8 @@ class PanelDisplay:
         if not self._has_panel(transcript):
             return
         self._draw_final(transcript, logs)
-        self._is_redrawn = False  # so that `close` adds no second panel for other clients
+        # So that `close` adds no second panel for clients that cannot redraw a display.
+        self._is_redrawn = False
         if not self._hides_output(transcript):
             self._below.change(transcript)
 

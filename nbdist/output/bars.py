@@ -180,10 +180,11 @@ def _all_current_bars(transcript: Transcript, *, with_full: bool = True) -> list
 def find_left_bars(
     bars: Mapping[int, Sequence[Bar]], current: Sequence[RankBars] = ()
 ) -> list[LeftBar]:
-    """Return the bars that ranks have left, without bars that are still current on some rank.
+    """Return the bars that ranks no longer draw, without those that some rank still draws.
 
-    Ranks that left a bar at the same position share a `LeftBar`.  If ranks have several bars of the
-    same name and total, the second bar of a rank is merged only with second bars, and so on.
+    `current` has the bars that are still drawn; it is empty for a finished cell.  Ranks whose bars
+    stopped at the same position share a `LeftBar`.  If ranks have several bars of the same name and
+    total, the second bar of a rank is merged only with second bars, and so on.
     """
     present = set[tuple[str, str, int]]()
     for each in current:

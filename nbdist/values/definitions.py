@@ -1,7 +1,7 @@
 """Helps to pickle functions and classes of `__main__`, and rebuilds them in the receiver.
 
 The texts of the cells that define them are sent too, so that `inspect`, tracebacks and IPython find
-the source.  The notebook and workers use this file through `nbdist.values.pickling`.
+the source.  The picklers of `nbdist.values.pickling` and `nbdist.values.linked` use this file.
 """
 
 from __future__ import annotations
@@ -362,7 +362,10 @@ MAIN = MadeBy(receiving_namespace)
 
 
 def with_submodules(module: types.ModuleType, *submodules: str) -> types.ModuleType:
-    """Import submodules of a module by their names, and return the module."""
+    """Import submodules by full names such as `xml.dom`, and return the module itself.
+
+    The receiver calls this for an `Import`.
+    """
     for submodule in submodules:
         importlib.import_module(submodule)
     return module

@@ -101,7 +101,7 @@ class TensorReducer:
             is_sparse = type(tensor) is self._torch.Tensor and "sparse" in str(tensor.layout)
             if grad is None and not is_sparse:
                 return NotImplemented
-            # The cast is for mypy, which does not know this method.
+            # The cast is for mypy: torch's method has no annotations.
             make, args = cast(Any, tensor).__reduce_ex__(5)
             if is_sparse:
                 device = tensor.device.type if self.back_to_device else "cpu"

@@ -136,8 +136,8 @@ class WorldSpec:
     def wrap(self) -> tuple[str, ...]:
         """The command prefix of each worker (`--wrap`).
 
-        The prefix is empty in the spec of one node of several machines, because there the launcher
-        has put the prefix before the command of the agent.
+        Empty if this spec is for one `node` of a world with several nodes: there the launcher has
+        put the prefix before the agent's command.
         """
         return self.config.wrapper if self.node is None else ()
 

@@ -39,11 +39,12 @@ def submit(
 ) -> TaskRun:
     """Send a task to its ranks, and return without waiting for the task's end.
 
-    In a notebook, first waits until the ranks are free.  Heals a broken group if no rank runs a
+    First waits until the ranks have left a stopped task, and in a notebook until no job runs on
+    them.  Stop during that wait raises KeyboardInterrupt.  Heals a broken group if no rank runs a
     task.  Other ranks may run another task meanwhile.  `patience` is by default the world's.
     `shipped` has by rank the names and objects that the task brings to the rank.  If the task
-    cannot run, nothing is sent, and an error says why: WorldNotStarted, WorldBusy, WorkerDied,
-    WorldBroken, AgentLost or CodeNotSent.
+    cannot run, it is not sent, and an error says why: WorldNotStarted, WorldBusy, RanksNotStopped,
+    WorkerDied, WorldBroken, AgentLost or CodeNotSent.
     """
     inbox.receive_waiting(engine)
     engine.hooks.wait_until_free(task.ranks)

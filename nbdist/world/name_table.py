@@ -277,10 +277,10 @@ class NameTable:
         self.objects.record_replaced(ranks)
 
     def record_lost(self, ranks: Iterable[int]) -> None:
-        """Record that new ranks lack the notebook's variables that other ranks have changed.
+        """Record which of the notebook's variables new `ranks` lack because ranks changed them.
 
-        A rank that has replaced an earlier process lacks only those variables that the earlier
-        process may have had.
+        An added rank lacks all variables that ranks have changed.  A replaced rank lacks only those
+        that its earlier process had, or that were sent with the tasks in which that process died.
         """
         kind = {name: kind_of(self._value(name)) for name in self.changed_names()}
         for rank in ranks:

@@ -131,9 +131,11 @@ def last_lines(
 
 
 def _files(tails: Sequence[LogTail], get: GetLogs, table: RankTable) -> Iterator[str]:
-    """Yield lines that name the files, ranks whose files lack lines, and ranks without an answer.
+    """Yield the lines below the logs: where the log files are, and whose output is missing.
 
-    Raises UsageError if no answer has a file, or if there is no file of the attempt `get.attempt`.
+    Output is missing if a log file could not be written, or if no answer about the rank has come.
+    Raises UsageError if answers have come but none has a file, or if no answer has the attempt
+    `get.attempt`.
     """
     machines, folders = table.machines, dict[tuple[str, Path], list[int]]()
     attempts = {number for each in tails for number in each.attempts}

@@ -225,9 +225,9 @@ def _stop_tracing_here(frame: FrameType, event: str, arg: object) -> None:
 
 
 def _forget_tracers() -> None:
-    """Drop the trace functions that pydevd keeps for each thread, with the session's `PyDB`.
+    """Drop the trace functions that pydevd keeps for each thread: they keep the session's `PyDB`.
 
-    pydevd would keep them until the thread ends: the process would grow with each session.
+    pydevd would keep them until the thread ends, and the process would grow with each session.
     """
     kept = import_module("_pydevd_bundle.pydevd_additional_thread_info").PyDBAdditionalThreadInfo
     for thread in threading.enumerate():

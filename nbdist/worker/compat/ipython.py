@@ -102,9 +102,10 @@ def reloads_modules(shell: Any) -> bool:
 
 
 class AnnouncesErrors(ZMQInteractiveShell):
-    """IPython's shell, which enters the context manager `announcing` while it shows a traceback.
+    """IPython's shell, which tells a subclass of each exception whose traceback it publishes.
 
-    Works with IPython 7 to 9.
+    It publishes the traceback within the context manager `announcing`, which the subclass defines,
+    for example to add fields to the message. Works with IPython 7 to 9.
     """
 
     def announcing(

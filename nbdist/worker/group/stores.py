@@ -438,7 +438,7 @@ def _as_bytes(value: str | bytes) -> bytes:
 
 JOIN_TIMEOUT = 25  # seconds for all ranks to come: less than the 30 s that agents wait for healing
 ETCD = {"etcd", "etcd-v2"}
-ETCD_TIMEOUT = 3  # seconds for an etcd to answer; torch's client asks four times
+ETCD_TIMEOUT = 3  # seconds for an etcd to answer; torch's client of etcd-v2 asks four times
 
 
 class NoStore(BadEnvironment, RuntimeError):

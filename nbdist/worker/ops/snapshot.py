@@ -276,7 +276,8 @@ def _split(frames: list[memoryview]) -> tuple[list[memoryview], list[memoryview]
 def bind(context: Context, *, names: Sequence[str] | None, with_random: bool) -> tuple[str, ...]:
     """Bind the variables that `load` has read, only those in `names` unless this is None.
 
-    With `with_random`, also set the random states of the snapshot. Return the bound names.
+    Return the names of these variables. Global variables that functions and classes of the snapshot
+    use are bound too, if this rank lacks them. With `with_random`, also set the random states.
     """
     namespace, contents = context.names, context.namespace.pop_received().values
     # Modules keep hooks by number. Count on from the snapshot's numbers, so that no new hook gets
