@@ -188,6 +188,7 @@ try:
     while True:
         optimizer.step()
         time.sleep(0.01)
+        print("trains", flush=True)
 except KeyboardInterrupt:
     time.sleep(1.5)
     has_cleaned_up = True
@@ -198,13 +199,16 @@ def test_a_second_stop_interrupts_ranks_only_once(world: World) -> None:
     """A rank that cleans up is not interrupted again, though a machine's count is missing."""
     world.execute("import torch\noptimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])")
     running = run_for(world, CLEANS_UP, 0.5)
+    # A rank that does not train yet would be interrupted at once, and again by the second Stop.
+    train = lambda: all(running.transcript[rank].tail(1) for rank in range(4))  # noqa: E731
+    wait_until(lambda: inbox.receive(world.engine, 0.1) or train(), "all ranks train")
     late = psutil.Process(world.pids[3])
     late.suspend()  # the head waits for the step count of this rank
     world.interrupt()
-    inbox.receive(world.engine, 0.1)
     world.interrupt()
+    end = running.age + 1.3
     wait_until(
-        lambda: inbox.receive(world.engine, 0.1) or running.age > 1.8, "both have had an effect"
+        lambda: inbox.receive(world.engine, 0.1) or running.age > end, "both have had an effect"
     )
     late.resume()
     dispatch.wait(world.engine, running)
