@@ -24,7 +24,7 @@ from nbdist.system.secrets import secret_values
 from nbdist.wire import control
 from nbdist.wire.control import Completions, Description, TypingQuestion
 from nbdist.wire.messages import RankSecrets, UsageReport
-from nbdist.wire.places import Collective, RankPosition, Stack, StackFrame
+from nbdist.wire.places import CALL_FILE, Collective, RankPosition, Stack, StackFrame
 from nbdist.wire.status import Gpu, Usage, WorkerStatus
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ CONSULT_TIMEOUT = 0.4  # seconds for each of two ranks to answer; the notebook w
 TORCH_DISTRIBUTED = (
     "/torch/distributed/"  # a part of the innermost frame's file if a rank waits in a collective
 )
-CALLS = "/nbdist/worker/ops/run.py"  # has `call`, which calls the function of a task without a cell
 
 NO_ANSWER = "it does not answer, and its stack cannot be read"
 NO_CELL_LINE = "no line of the cell runs: variables are being received or sent"
@@ -183,7 +182,7 @@ async def place_from_outside(
 def _line_of(frames: Sequence[StackFrame]) -> int:
     """Return the line of the cell, or of the function that the task calls; 0 if unknown."""
     for inner, frame in pairwise(frames):
-        if frame.file.endswith(CALLS) and frame.function == "call":
+        if frame.file.endswith(CALL_FILE) and frame.function == "call":
             return inner.line
     return next((frame.line for frame in reversed(frames) if frame.is_cell), 0)
 

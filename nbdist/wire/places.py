@@ -18,6 +18,9 @@ LOCATED_TIMEOUT = 1.0  # seconds to wait for the places of ranks
 PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/|^.*/lib/python3\.\d+/(?=[^/]+)")
 """Matches the beginning of the path of a library's file; this beginning is not shown."""
 
+CALL_FILE = "/nbdist/worker/ops/run.py"
+"""The end of the path of the file whose function `call` calls a function of the notebook."""
+
 CELL_FILE = re.compile(r"/ipykernel_\d+/\d+\.py$")
 """Matches the name of a cell's file, which ipykernel writes only for the front end's debugger."""
 

@@ -37,13 +37,13 @@ from nbdist.values.states import ChangedParts, ObjectState, keys_in, reachable_k
 from nbdist.values.tensors import version_of
 from nbdist.values.updates import apply
 from nbdist.wire.ops import Inspected, Replaced, type_text
+from nbdist.wire.places import CALL_FILE
 
 MAX_SEARCH_SECONDS = 0.1
 """Seconds after which `_variables_with` gives up its search."""
 
 FRAMES_TIMEOUT = 0.5  # seconds to wait, after a call, for other threads to drop its frames
 FRAMES_INTERVAL = 0.001  # seconds between two checks whether they have dropped the frames
-CALLER = "/nbdist/worker/ops/run.py"  # the end of the path of the file that calls functions
 
 PAGES_FROM_BYTES = 4 << 20
 """From this size on, `are_written` checks memory before its contents are compared.
@@ -590,7 +590,7 @@ _GET_KEYS = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
 
 
 def _is_frame_of_call(value: Any) -> bool:
-    return type(value) is types.FrameType and value.f_code.co_filename.endswith(CALLER)
+    return type(value) is types.FrameType and value.f_code.co_filename.endswith(CALL_FILE)
 
 
 def _is_type_or_module(value: Any) -> bool:
