@@ -210,6 +210,14 @@ class Links:
         entry.key = next(self._next)
         self.by_key[entry.key] = entry
 
+    def renew_key(self, key: int) -> None:
+        """Give the object or the memory with this key another key, as `renew` does."""
+        if (entry := self.by_key.get(key)) is not None:
+            self.renew(entry)
+        elif self.blocks.get(key) is not None:
+            self.blocks.forget(key)  # the memory gets its new key when it is sent again
+            self._dead.append(key)
+
     def forget(self, keys: Iterable[int]) -> None:
         """Drop the objects and memory blocks with these keys from the table."""
         for key in keys:

@@ -7,11 +7,13 @@ Runs on the main thread of each worker. `Namespace` passes the values that come 
 from __future__ import annotations
 
 import gc
+import inspect
 import mmap
 import time
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,8 +44,8 @@ from nbdist.wire.places import CALL_FILE
 MAX_SEARCH_SECONDS = 0.1
 """Seconds after which `_variables_with` gives up its search."""
 
-FRAMES_TIMEOUT = 0.5  # seconds to wait, after a call, for other threads to drop its frames
-FRAMES_INTERVAL = 0.001  # seconds between two checks whether they have dropped the frames
+MAX_CLEARINGS = 3
+"""How often the frames of a call are cleared: each time, another thread may take further frames."""
 
 PAGES_FROM_BYTES = 4 << 20
 """From this size on, `are_written` checks memory before its contents are compared.
@@ -94,7 +96,8 @@ class Counterparts:
         # Keys of memory and containers that this rank has changed in place.
         self._altered_keys: set[int] = set()
         self._lost_keys: list[int] = []  # keys of altered memory and containers that have ended
-        self._lent_keys: list[int] = []  # keys of objects in the arguments of the present call
+        # Keys of objects and memory that the arguments of the present call have brought.
+        self._lent_keys: list[int] = []
 
     # --- receiving ----------------------------------------------------------------------------
 
@@ -133,11 +136,12 @@ class Counterparts:
     def accept_lent(self, arrived: ReceivedMessage) -> None:
         """Accept a message with the arguments of a call, as `accept` does.
 
-        Objects that are new in the message should be freed after the call. If reference cycles keep
-        them alive, `pop_ended_keys` therefore collects garbage.
+        Objects that are new in the message should be freed after the call, and so should new
+        memory. If reference cycles or frames of the call keep them alive, `pop_ended_keys`
+        therefore frees them.
         """
         self.accept(arrived)
-        self._lent_keys += [key for key, _, _ in arrived.objects]
+        self._lent_keys += [key for key, _, _ in (*arrived.objects, *arrived.blocks)]
 
     def bind_sent(self, values: Mapping[str, Any]) -> None:
         """Bind variables to values that the notebook has sent, and record the values.
@@ -263,10 +267,10 @@ class Counterparts:
     def pop_ended_keys(self) -> tuple[int, ...]:
         """Return the keys of objects that have ended here since the last call.
 
-        Keys of objects that had ended in the notebook before are left out. All objects that are
-        alive now are kept alive until `end_idle`. The notebook learns the returned keys, and the
-        next task may refer to all other objects. So no object may end between two tasks, neither by
-        garbage collection nor by a thread that drops a frame of the task.
+        Keys of objects that had ended in the notebook before are left out. All objects and memory
+        that are alive now are kept alive until `end_idle`. The notebook learns the returned keys,
+        and the next task may refer to all other objects. So no object may end between two tasks,
+        neither by garbage collection nor by a thread that drops a frame of the task.
         """
         self._pinned = []
         self._record_altered_memory()
@@ -279,11 +283,14 @@ class Counterparts:
             # the other. So collect the cycles.
             gc.collect()
             self.links.drop_unused(self._record_altered_containers)
-            if self._wait_for_frames():  # cycles may have contained these frames
-                gc.collect()
+            for _ in range(MAX_CLEARINGS):
+                if not any(map(self._is_left, self._lent_keys)) or not _clear_frames_of_call():
+                    break
+                gc.collect()  # cycles may have contained the frames
                 self.links.drop_unused(self._record_altered_containers)
         self._lent_keys = []
         self._pinned = [entry() for entry in self.links.entries()]
+        self._pinned += [block.owner() for block in self.links.blocks]
         ended = self.links.pop_dead_keys()
         for key in ended:
             self._states.pop(key, None)
@@ -295,29 +302,12 @@ class Counterparts:
         self._orphans.difference_update(ended)
         return tuple(unreported)
 
-    def _wait_for_frames(self) -> bool:
-        """Wait until other threads hold no frames that keep arguments of the present call alive.
-
-        The control thread, when it looks up the main thread's position, and profilers hold such
-        frames for a moment. Without the wait, the next call would use the changed objects on this
-        rank alone. Return True if frames were held.
-        """
-        deadline, has_waited = time.monotonic() + FRAMES_TIMEOUT, False
-        while any(map(self._is_left, self._lent_keys)) and time.monotonic() < deadline:
-            # If a frame is held, so are the frames that have called it, up to the op's own frame.
-            if not any(map(_is_frame_of_call, gc.get_objects())):
-                break
-            has_waited = True
-            time.sleep(FRAMES_INTERVAL)
-            self.links.drop_unused(self._record_altered_containers)
-        return has_waited
-
     def _is_left(self, key: int) -> bool:
-        """Return True if the object of a key is alive, and is no class or function.
+        """Return True if the object or memory of a key is alive, and is no class or function.
 
         Classes always have reference cycles, so they would cost a garbage collection each time.
         """
-        value = self.links.find(key)
+        value = self._find(key)
         definitions = type, types.FunctionType, types.CellType
         return value is not None and not isinstance(value, definitions)
 
@@ -589,8 +579,51 @@ class Counterparts:
 _GET_KEYS = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
 
 
-def _is_frame_of_call(value: Any) -> bool:
-    return type(value) is types.FrameType and value.f_code.co_filename.endswith(CALL_FILE)
+def _clear_frames_of_call() -> bool:
+    """Delete the local variables of frames that a finished call has left behind.
+
+    A profiler, or the control thread when it looks up the main thread's position, holds such frames
+    for a moment. Their variables would keep the call's arguments alive on this rank alone, so that
+    the next call would use the changed objects here and new objects on the other ranks. A frame
+    that belongs to the traceback of an exception keeps its variables, because the user has kept the
+    exception. Return True if frames were cleared.
+    """
+    here = inspect.currentframe()  # called by `pop_ended_keys`, which the task's function calls
+    task = here and here.f_back and here.f_back.f_back
+    if task is None:
+        return False
+    frames, used = [], set()
+    for value in gc.get_objects():
+        if type(value) is types.FrameType:
+            frames.append(value)
+        elif type(value) is types.TracebackType:
+            used.add(id(value.tb_frame))
+        elif type(value) is types.CoroutineType:  # its frame, if it has not ended
+            used.add(id(value.cr_frame))
+    has_cleared = False
+    for frame in frames:
+        if id(frame) not in used and _is_of_call(frame, task):
+            with suppress(RuntimeError):  # the frame is still running
+                frame.clear()
+                has_cleared = True
+    return has_cleared
+
+
+def _is_of_call(frame: types.FrameType, task: types.FrameType) -> bool:
+    """Return True if a frame belongs to a call, or to the functions that perform it as a task.
+
+    `task` is the frame of the function that performs the task. Python 3.11 forgets who has called a
+    coroutine when it ends. So look also for the file of the op, which calls the notebook's
+    function, and for the file of `task`, which awaits the op.
+    """
+    if frame.f_code.co_filename == task.f_code.co_filename:
+        return True
+    above: types.FrameType | None = frame
+    while above is not None:
+        if above is task or above.f_code.co_filename.endswith(CALL_FILE):
+            return True
+        above = above.f_back
+    return False
 
 
 def _is_type_or_module(value: Any) -> bool:

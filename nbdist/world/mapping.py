@@ -135,7 +135,8 @@ class ItemMap:
         engine, queue = self._engine, self._queue
         on = engine.rank_table.everyone if self._ranks is None else self._ranks
         queue.ranks = len(on)
-        with remote_call.sending(engine, self._values, on) as (payloads, parcels):
+        sending = remote_call.sending(engine, self._values, on, are_lent=True)
+        with sending as (payloads, parcels):
             arguments = {
                 "title": remote_call.title_of(self._function),
                 "packed": payloads,

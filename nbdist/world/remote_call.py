@@ -237,7 +237,7 @@ def run_call(
         return call(dict.fromkeys(ranks, plain.payload), none_sent, plain.names, is_plain=True)
     names = names_of_call(engine.names.namespace, function, args, kwargs)
     values = {"call": (function, args, kwargs), "names": names}
-    with sending(engine, values, ranks) as (payloads, parcels):
+    with sending(engine, values, ranks, are_lent=True) as (payloads, parcels):
         return call(payloads, parcels, names, is_plain=False)
 
 
@@ -278,13 +278,15 @@ def outdated_names(engine: Engine, names: Iterable[str]) -> dict[int, list[str]]
 
 @contextmanager
 def sending(
-    engine: Engine, values: Mapping[str, Any], ranks: Iterable[int]
+    engine: Engine, values: Mapping[str, Any], ranks: Iterable[int], *, are_lent: bool = False
 ) -> Iterator[tuple[dict[int, Payload], dict[int, Parcel]]]:
     """Pack values for ranks, with references to objects that the ranks already have.
 
     Yields the payloads by rank, and by rank the parcel that records what the payload brings.  Wait
     for the task within the context, since its end closes the shared memory of the payloads.  Raises
     any exception of pickling.
+
+    With `are_lent`, the values are arguments of a call, which the ranks should free at its end.
     """
     objects = engine.names.objects
     objects.runs += 1  # compare again: a script may have changed any object
@@ -310,7 +312,16 @@ def sending(
                 memory.callback(segment.close)
             payloads |= dict.fromkeys(group, payload)
             sent.append((group, Parcel(states=states)))
-        yield payloads, outgoing.parcels(sent)
+        lent = {
+            rank: parcel.states.keys() - objects.of(rank).keys()
+            for group, parcel in sent
+            for rank in group
+        }
+        try:
+            yield payloads, outgoing.parcels(sent)
+        finally:
+            if are_lent:
+                objects.renew_partly_kept(lent)
 
 
 def _log_kept(outgoing: Outgoing) -> None:

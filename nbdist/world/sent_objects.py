@@ -145,6 +145,27 @@ class SentObjects:
         for key, parts in changed.items():
             self.changed[key] = _together(self.changed.get(key, frozenset()), parts)
 
+    def renew_partly_kept(self, lent: Mapping[int, Collection[int]]) -> None:
+        """Give new keys to arguments of a finished call that only some of its ranks have kept.
+
+        `lent` has by rank the keys of the objects that were new to the rank in the call.  A rank
+        keeps an argument if the function stores it, or if a thread still uses it.  The next call
+        would use the changed object there, and a new one elsewhere.  With a new key, all ranks get
+        the notebook's object.  Objects to which other objects of a rank refer keep their keys.
+        """
+        kept, deleted = set[int](), set[int]()
+        for rank, keys in lent.items():
+            kept |= self.of(rank).keys() & keys
+            deleted |= self.ended.get(rank, {}).keys() & keys
+        if not (partly_kept := kept & deleted):
+            return
+        for rank in lent:
+            known_states = self.of(rank)
+            others = [key for key in known_states if key not in partly_kept]
+            partly_kept -= reachable_keys(known_states, others)
+        for key in partly_kept:
+            self.links.renew_key(key)
+
     def overwrite(self, keys: Iterable[int]) -> None:
         """Record that ranks get the notebook's state of these objects, which replaces their own."""
         for key in keys:

@@ -331,6 +331,10 @@ class World:
         function sees the workers' own value; for a name that a cell has sent to them, the present
         value of the notebook.  Variables that it binds by `global` stay.
 
+        If the function stores an argument on all ranks, a later call with the same argument gets
+        the stored object, with the changes of the ranks, as in a program of one process.  If only
+        some of the ranks store it, a later call brings the notebook's object to all of them.
+
         `ranks` and `rank` select ranks as for `execute`; all other arguments are the function's.
 
         Raises:

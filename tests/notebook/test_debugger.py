@@ -310,9 +310,9 @@ while not os.path.exists({str(go_on)!r}):
     time.sleep(0.05)
 print("ended", sys.gettrace() is not None)"""
     debug.begin(cell)
-    while "began" not in debug.outcome.seen:
-        debug._receive(time.monotonic() + SOON, "the cell has not begun")
-    assert f"began {sys.version_info < (3, 12)}" in debug.outcome.seen
+    deadline = time.monotonic() + SOON
+    while f"began {sys.version_info < (3, 12)}" not in debug.outcome.seen:
+        debug._receive(deadline, "the cell has not begun, or its trace function is not as expected")
     debug.stop()
     go_on.touch()
     assert "ended False" in debug.finish().seen

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import sys
+from typing import Any, Literal
 
 import pytest
 
@@ -41,13 +43,14 @@ def test_garbage_collection_does_not_unlink_arguments(world: World) -> None:
 HOLD_FRAMES = """
 import sys, threading, time
 def hold_frames():
+    held = []
     while holds:
-        frames = [*sys._current_frames().values()]
+        held += sys._current_frames().values()
         time.sleep(0.003)
 holds, holder = True, threading.Thread(target=hold_frames)
 holder.start()
 """
-"""Starts a thread that holds the frames of all threads for a moment, as a profiler does."""
+"""Starts a thread that holds the frames of all threads, as a profiler does, but until its end."""
 
 
 def test_frames_in_another_thread_do_not_keep_arguments(world: World) -> None:
@@ -61,6 +64,69 @@ def test_frames_in_another_thread_do_not_keep_arguments(world: World) -> None:
             assert [*world.run(fit, model, optimizer, holder)] == [(0.605, True)] * 2, number
     finally:
         world.execute("holds = False; holder.join()")
+
+
+def fit_and_keep(
+    model: Any, optimizer: Any, where: list[int], part: Literal["model", "memory"]
+) -> tuple[float, int]:
+    """Train, and keep the model, or only its memory, on the ranks in `where`.
+
+    Return the loss, and how many models the rank has kept.
+    """
+    kept = vars(sys).setdefault("_kept_models", [])
+    if int(os.environ["RANK"]) in where:
+        kept.append(model if part == "model" else model.weight.detach())
+    return train(model, optimizer), len(kept)
+
+
+@pytest.mark.parametrize("part", ["model", "memory"])
+def test_arguments_that_one_rank_keeps_are_new_in_the_next_call(
+    world: World, part: Literal["model", "memory"]
+) -> None:
+    """If only one rank keeps a model, all ranks get the notebook's; if all keep it, they train it.
+
+    Else the next call would train other weights on the rank that has kept the model.
+    """
+    model = net()
+    optimizer = sgd(model)
+
+    def fit_on(where: list[int]) -> list[tuple[float, int]]:
+        return [*world.run(fit_and_keep, model, optimizer, where, part)]
+
+    try:
+        assert fit_on([0]) == [(0.605, 1), (0.605, 0)]
+        assert fit_on([0]) == [(0.605, 2), (0.605, 0)]
+        assert fit_on([0, 1]) == [(0.605, 3), (0.605, 1)]
+        later = fit_on([])
+        assert later[0][0] == later[1][0] < 0.605
+    finally:
+        world.execute("import sys; del sys._kept_models")
+
+
+def fit_and_keep_error(model: Any, optimizer: Any) -> float:
+    """Train, and keep an exception that has passed through a function with the model."""
+    loss = train(model, optimizer)
+
+    def fail(trained: Any) -> None:
+        raise ValueError(loss)
+
+    try:
+        fail(model)
+    except ValueError as error:
+        vars(sys)["_kept_error"] = error
+    return loss
+
+
+def test_a_kept_exception_keeps_its_variables(world: World) -> None:
+    """The variables of an exception that a call has stored can be looked at later."""
+    model = net()
+    optimizer = sgd(model)
+    look = "import sys; names = [*sys._kept_error.__traceback__.tb_next.tb_frame.f_locals]"
+    try:
+        assert [*world.run(fit_and_keep_error, model, optimizer)] == [0.605] * 2
+        assert [*world.execute(look, fetch=["names"])] == [["trained", "loss"]] * 2
+    finally:
+        world.execute("del sys._kept_error")
 
 
 def fit_in_a_cycle(model: Any, optimizer: Any) -> float:
