@@ -235,11 +235,13 @@ class Pool:
         """
         if (running := dispatch.stopped_run(world.engine, among)) is None:
             return
-        if running.unfinished:
+
+        def show_wait() -> None:
             ranks = name_ranks(running.unfinished)
             display.show_status(f"waiting for {ranks} to leave the stopped cell …")
+
         try:
-            damage = dispatch.wait_for_stop(world.engine, among)
+            damage = dispatch.wait_for_stop(world.engine, among, show_wait)
         except KeyboardInterrupt:
             verb = "was" if len(running.unfinished) == 1 else "were"
             again = f"{name_ranks(running.unfinished)} {verb} interrupted again"

@@ -9,6 +9,7 @@ memory when no process uses it any more, even if the owner is killed.
 from __future__ import annotations
 
 import builtins
+import errno
 import fcntl
 import mmap
 import os
@@ -37,7 +38,8 @@ COPY_PIECE = 32 << 20
 
 # From linux/fcntl.h; the fcntl module has names for the numbers only in some builds.
 _F_ADD_SEALS = 1033
-_SEALS = 0x1 | 0x2 | 0x4 | 0x8  # no further seals, no shrinking, no growing, no writing
+_SEALS = 0x1 | 0x2 | 0x4  # no further seals, no shrinking, no growing
+_SEAL_WRITE = 0x8  # no writing
 
 
 class SegmentGone(OSError):
@@ -147,7 +149,14 @@ class Blank(_Open):
         """Return the filled segment; from now on no process can write to it."""
         # Seal the memory, so that no process can change or truncate what other processes have
         # mapped.  If it were truncated, reading the memory would kill them with SIGBUS.
-        fcntl.fcntl(self._fd, _F_ADD_SEALS, _SEALS)
+        try:
+            fcntl.fcntl(self._fd, _F_ADD_SEALS, _SEALS | _SEAL_WRITE)
+        except OSError as error:
+            # Linux forbids writing only once nobody uses the pages.  On a busy machine, its own
+            # memory management can use pages for longer than the call waits (0.15 s).
+            if error.errno != errno.EBUSY:
+                raise
+            fcntl.fcntl(self._fd, _F_ADD_SEALS, _SEALS)
         fd, self._fd = self._fd, -1
         return Segment(fd, self.sizes)
 

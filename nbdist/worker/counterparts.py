@@ -598,8 +598,10 @@ def _clear_frames_of_call() -> bool:
             frames.append(value)
         elif type(value) is types.TracebackType:
             used.add(id(value.tb_frame))
-        elif type(value) is types.CoroutineType:  # its frame, if it has not ended
-            used.add(id(value.cr_frame))
+        elif type(value) is types.CoroutineType:
+            used.add(id(value.cr_frame))  # None if the coroutine has ended
+        elif type(value) is types.GeneratorType:
+            used.add(id(value.gi_frame))
     has_cleared = False
     for frame in frames:
         if id(frame) not in used and _is_of_call(frame, task):

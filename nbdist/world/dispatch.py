@@ -9,7 +9,7 @@ import time
 import uuid
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -114,18 +114,27 @@ def stopped_run(engine: Engine, ranks: Collection[int] | None = None) -> TaskRun
     return engine.task_table.stopped_run(ranks)
 
 
-def wait_for_stop(engine: Engine, ranks: Collection[int] | None = None) -> str:
+def wait_for_stop(
+    engine: Engine,
+    ranks: Collection[int] | None = None,
+    show_wait: Callable[[], object] | None = None,
+) -> str:
     """Wait for ranks that still run a stopped task, at most `stop.LATE_TIMEOUT` seconds.
 
     The stopped task is `stopped_run(engine, ranks)`.  Returns its `TaskRun.damage` if the damage
     has changed during the wait, and else "".  Another Stop interrupts the ranks again, and raises
     KeyboardInterrupt.  Afterwards `TaskRun.pop_outputs` returns the newest outputs of the wait.
+
+    `show_wait` is called when the wait has begun, if ranks still run the task, to tell the user.
     """
     if (running := stopped_run(engine, ranks)) is None:
         return ""
     reported_damage = running.damage
     before = running.stop.presses
     running.stop.handle(StopEvent.LATE_WAIT, time.monotonic())
+    if show_wait is not None and running.unfinished:
+        with running.stop.counting_presses():
+            show_wait()
     newest: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)
     for outputs in recovery.follow(engine, running):
         newest += outputs

@@ -318,9 +318,11 @@ def test_a_restarted_rank_does_not_get_what_a_busy_rank_may_have_changed(
 def test_cells_run_beside_a_rank_that_has_not_stopped(four: Notebook, end: Path) -> None:
     """A rank that ignores Stop keeps no other rank from running cells and jobs."""
     stubborn = (
-        f"import os, time\nprint('begun')\nwhile rank == 1 and not os.path.exists({str(end)!r}):\n"
+        "import os, time\nstops = 0\nprint('begun')\n"
+        "while rank == 1:\n    try:\n"
+        f"        while not os.path.exists({str(end)!r}): time.sleep(0.01)\n"
+        "        break\n    except KeyboardInterrupt: stops += 1"
     )
-    stubborn += "    try: time.sleep(0.01)\n    except KeyboardInterrupt: pass"
     stuck = four.run(f"%%distributed -r 1-3\n{stubborn}", four.stop_at("begun"))
     assert stuck.error.startswith("RanksNotStopped: rank 1 has not stopped yet")
     waits = "leave the stopped cell"
@@ -332,8 +334,20 @@ def test_cells_run_beside_a_rank_that_has_not_stopped(four: Notebook, end: Path)
     stopped = four.run("%%distributed -r 1\nnever = 1", four.stop_at(waits))
     said = "KeyboardInterrupt: Stopped. This cell has not run; rank 1 was interrupted again."
     assert stopped.error == said
+    press_early = four.run(
+        "import signal\n"
+        "def press(message):\n"
+        f"    if {waits!r} in str(message):\n"
+        "        get_ipython().display_pub.unregister_hook(press)\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "    return message\n"
+        "get_ipython().display_pub.register_hook(press)"
+    )
+    assert press_early.errors == []
+    assert four.run("%%distributed -r 1\nnever = 1").error == said
     end.touch()
-    assert four.run("%%distributed\n'never' in globals()").errors == []
+    assert four.run("%%distributed -r 1 -o found\n'never' in globals(), stops").errors == []
+    assert four.value("found[1][0], found[1][1] >= 3") == (False, True)
 
 
 def test_widgets_of_a_job_are_below_the_cell_of_the_job(four: Notebook, tmp_path: Path) -> None:

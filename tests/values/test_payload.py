@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import subprocess
 import sys
@@ -104,6 +105,14 @@ def test_nobody_can_cut_or_change_what_others_have_mapped() -> None:
                 os.pwrite(fd, b"X", 0)
         finally:
             os.close(fd)
+    # While Linux uses the pages, as a writable mapping does, it refuses to forbid writing.
+    with Blank([3]) as blank:
+        assert [*blank.writing(memoryview(b"abc"), 0)] == [3]
+        with mmap.mmap(blank._fd, 3), blank.sealed() as segment:
+            fd = os.open(segment.ref.path.partition("#")[0], os.O_RDWR)
+            with os.fdopen(fd), pytest.raises(PermissionError):
+                os.ftruncate(fd, 1)
+            assert bytes(open_segment(segment.ref)[0]) == b"abc"
     # A closed segment cannot be opened, even if a later segment has its descriptor.
     first = run_to_end(Segment.filling([b"old"]))
     first.close()
