@@ -244,8 +244,8 @@ class ControlThread:
         self._kernel.session.large_outputs.folder = after.log_folder
         if after.rank != before.rank:
             share_gpu(after)
-        # torch has a number of threads for each thread that starts operations, so only the main
-        # thread can set its own number. Its loop calls `change_threads` before the next task.
+        # How many threads torch uses for the main thread's operations can be set only on the main
+        # thread. Its loop calls `change_threads` before the next task.
         self._loop.call_soon_threadsafe(change_threads, before.world.threads, world.threads)
 
 

@@ -45,7 +45,7 @@ MAX_SEARCH_SECONDS = 0.1
 """Seconds after which `_variables_with` gives up its search."""
 
 MAX_CLEARINGS = 3
-"""How often the frames of a call are cleared: each time, another thread may take further frames."""
+"""The most times that frames of a call are cleared; another thread may take frames meanwhile."""
 
 PAGES_FROM_BYTES = 4 << 20
 """From this size on, `are_written` checks memory before its contents are compared.
@@ -59,9 +59,9 @@ class Keyed(NamedTuple):
 
     That process is another rank, or the new process of a rank that is restarted. `tool` names the
     function that reads an object's state. `state` is the object's state when this rank received the
-    object, None if this rank has not received it. If the object is a tensor on the CPU whose whole
-    memory has a key, `block` is that key. Then `digest` is the digest of the memory's contents when
-    this rank received them, "" if unknown.
+    object, None if this rank has not received it. `block` is the key of the whole memory of a
+    tensor on the CPU, and `digest` is the digest of the memory's contents when this rank received
+    them, "" if unknown. For other objects, and memory without a key, they are 0 and "".
     """
 
     key: int
@@ -136,9 +136,9 @@ class Counterparts:
     def accept_lent(self, arrived: ReceivedMessage) -> None:
         """Accept a message with the arguments of a call, as `accept` does.
 
-        Objects that are new in the message should be freed after the call, and so should new
-        memory. If reference cycles or frames of the call keep them alive, `pop_ended_keys`
-        therefore frees them.
+        If reference cycles or frames of the call keep new objects or new memory of the message
+        alive, `pop_ended_keys` frees them after the call, so that the same objects exist on all
+        ranks.
         """
         self.accept(arrived)
         self._lent_keys += [key for key, _, _ in (*arrived.objects, *arrived.blocks)]
@@ -175,12 +175,12 @@ class Counterparts:
         del parts  # this reference has kept the parts alive during the update
 
     def _retain(self, keys: Iterable[int]) -> None:
-        """Keep objects alive that the notebook has removed from this rank but still has itself.
+        """Keep objects alive that the notebook has removed from variables or containers here.
 
-        The rank may have changed these objects, and the notebook may bind them here again, under
-        another name. If an object has ended in the notebook, it is not kept itself. Of the objects
-        in it, only those are kept that the rank has changed. The notebook can send unchanged
-        objects, such as the memory of batches, again.
+        The rank may have changed the objects, and the notebook may bind them here again, under
+        another name. If an object has ended in the notebook, only the objects inside of it that the
+        rank has changed are kept: the notebook can send unchanged objects, such as the memory of
+        batches, again.
         """
         below: set[int] = set()
         for key in keys:
@@ -312,10 +312,12 @@ class Counterparts:
         return value is not None and not isinstance(value, definitions)
 
     def pop_lost_keys(self) -> tuple[int, ...]:
-        """Return the keys of memory and containers that this rank had changed and that have ended.
+        """Return the keys of memory and containers that this rank has changed and then freed.
 
-        Each key is returned once. If one task both changed a tensor's memory and freed the tensor,
-        the key of the memory is missing, because the version of a freed tensor cannot be read.
+        If the notebook sends such an object again, the notebook tells the user that the rank's
+        changes are lost. Each key is returned once. If one task both changed a tensor's memory and
+        freed the tensor, the key of the memory is missing, because the version of a freed tensor
+        cannot be read.
         """
         lost, self._lost_keys = self._lost_keys, []
         return tuple(lost)
@@ -346,10 +348,10 @@ class Counterparts:
     # --- comparing ----------------------------------------------------------------------------
 
     def inspect(self, objects: Mapping[int, ChangedParts], names: Iterable[str]) -> Inspected:
-        """Return which parts of objects this rank has changed, and facts about variables.
+        """Return which objects this rank has changed or freed, and facts about variables.
 
-        `objects` has by key the parts that the question is about, None for all parts. `names` are
-        the variables. Only those that this rank has are described.
+        `objects` has by key the parts of each object to compare, or None to compare all parts. The
+        result has no facts about variables in `names` that this rank lacks.
         """
         changed, ended = self._find_changes(objects)
         found_values = {}
@@ -483,9 +485,9 @@ class Counterparts:
     def register(self, keyed: Iterable[Keyed], substitutes: Mapping[int, Any]) -> tuple[int, ...]:
         """Give objects that came from a rank or a file the keys that they had there.
 
-        `substitutes` has, by the id of a new object, the old object of this rank that was made
-        equal to it and that gets the key in its place. Return the keys of the objects, and of the
-        memory of tensors.
+        If the contents of a new object were copied into an old object of this rank, the old object
+        gets the key: `substitutes` has the old object by the id of the new object. Return the keys
+        of the objects, and of the memory of tensors.
         """
         keys = []
         for each in keyed:
@@ -550,9 +552,10 @@ class Counterparts:
     ) -> tuple[dict[int, Any], dict[str, Replaced]]:
         """Give variables new values, if possible by changing their old values in place.
 
-        An old value is changed in place if it has the same structure as the new value. Return, by
-        the id of a new object, the old object that was made equal to it. Return also, by name,
-        facts about old values that could not be changed in place, except numbers and texts.
+        An old value is changed in place if it has the same structure as the new value. So is an
+        object of this rank if `keyed` has a new object with the same key. Return, by the id of a
+        new object, the old object that was made equal to it. Return also, by name, facts about old
+        values that could not be changed in place, except numbers and texts.
         """
         pairs = {
             name: (self._names[name], value)
@@ -614,9 +617,10 @@ def _clear_frames_of_call() -> bool:
 def _is_of_call(frame: types.FrameType, task: types.FrameType) -> bool:
     """Return True if a frame belongs to a call, or to the functions that perform it as a task.
 
-    `task` is the frame of the function that performs the task. Python 3.11 forgets who has called a
-    coroutine when it ends. So look also for the file of the op, which calls the notebook's
-    function, and for the file of `task`, which awaits the op.
+    `task` is the frame of `WorkerKernel.run`, which performs the task. All frames that it has
+    called belong to the call. But Python 3.11 forgets who has called a coroutine that has ended.
+    So frames in the file of `task` belong to the call, too, and frames that were called from the
+    file of the op (`CALL_FILE`).
     """
     if frame.f_code.co_filename == task.f_code.co_filename:
         return True

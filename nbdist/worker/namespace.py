@@ -157,9 +157,9 @@ class Namespace:
         return arrived.values
 
     def receive_plain(self, payload: Payload) -> dict[str, Any]:
-        """Return the arguments of a plain call, in which no object has a key.
+        """Unpack the arguments of a plain call, and return them by the names of `receive_values`.
 
-        The result has the same keys as that of `receive_values`.
+        `nbdist.world.plain_calls` packs such a call. No object in the arguments gets a key.
         """
         self.counterparts.end_idle()
         parts = []
@@ -205,9 +205,9 @@ class Namespace:
             raise _not_rebuilt("a variable that the cell uses", error) from error
 
     def keep_received(self, received: Taken, task_id: str) -> None:
-        """Keep received values for `bind_received` or `pop_received`.
+        """Keep the values that a task has received, for `bind_received` or `pop_received`.
 
-        Values that were kept before are dropped.
+        Values of earlier tasks are dropped. `release_values` drops the values of this task.
         """
         self._received = {task_id: received}
 

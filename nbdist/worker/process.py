@@ -172,7 +172,7 @@ class Interrupts:
 def system_call() -> list[bytes]:
     """Return the number and arguments of the system call in which the main thread waits.
 
-    Returns [b"running"] if the thread does not wait, and [] if the file cannot be read.
+    Returns [b"running"] if the thread does not wait, and [] if Linux does not name the call.
     """
     # The pid is the main thread's number. In Python 3.11 `native_id` is not: a forked process
     # inherits the `native_id` of its parent.
@@ -204,7 +204,8 @@ def leave_world_in_children(leave: Callable[[], None] | None) -> None:
 
     `leave` makes the child forget the world's groups, and gives it torch's own
     `init_process_group`. So children can form groups of their own, as in torch's tutorial "Writing
-    distributed applications" and Lightning's `ddp_notebook`.
+    distributed applications" and Lightning's `ddp_notebook`. `leave` is None in a world without a
+    process group.
     """
 
     def leave_world() -> None:
@@ -341,7 +342,7 @@ def flush_streams() -> None:
 
 
 def flush_c_streams() -> None:
-    """Write out the text that libc has buffered for its streams, up to 4 KiB for a pipe."""
+    """Write out the text that C code has printed to any stream and libc has buffered."""
     _libc.fflush(None)
 
 

@@ -238,8 +238,8 @@ class MarkingSession(Session):
                 self._sent_bytes += OF_MESSAGE + sum(
                     memoryview(each).nbytes for each in buffers or ()
                 )
-                # Write the mark after the message: if a message cannot become JSON, `send` has
-                # raised, and no mark without a message is written.
+                # Write the mark only now: if the message cannot become JSON, `send` above raises an
+                # error, and a mark without a message would be wrong.
                 self.mark_place()
                 if kind == "error":
                     self.shown_error = self.announced_error[0], self._sent
@@ -283,7 +283,7 @@ MAX_LOG_RECORDS = 10_000  # records of a cell that are sent; further records are
 class Records:
     """Sends the records of all loggers of this process to the notebook, from every thread.
 
-    Records of `own_logger` are left out: the kernel itself logs each message there.
+    Records of `own_logger`, by which ipykernel logs each Jupyter message, are left out.
     """
 
     def __init__(self, send: Callable[[dict[str, Any]], None], own_logger: str) -> None:

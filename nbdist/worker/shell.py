@@ -255,7 +255,10 @@ def show(shell: Any, *args: Any, **options: Any) -> None:
 
 
 def show_cell_lines() -> None:
-    """Make each warning begin with the line of the cell that has led to it, if there is one."""
+    """Make the text of a warning name the cell and the line that have led to it.
+
+    A warning to which no cell has led gets Python's usual text.
+    """
     original = warnings.formatwarning
 
     def formatwarning(

@@ -127,7 +127,7 @@ class StepCounter:
             raise KeyboardInterrupt
 
     def _wait_for_stop_step(self) -> None:
-        """Wait until `stop_at` or `release` is called, but not longer than a held rank waits.
+        """Wait until `stop_at` or `release` is called, at most `MAX_HOLD_SECONDS` after `hold`.
 
         Raise KeyboardInterrupt if the step that begins now is the step of `stop_at`.
         """
@@ -238,7 +238,8 @@ class StepCounter:
     def raise_at_once(self) -> None:
         """From now on let each SIGINT of this task interrupt a running step at once.
 
-        Called when a collective is aborted: the step would otherwise use its meaningless result.
+        Called when a collective is aborted, because the step would use the meaningless result of
+        the collective.
         """
         self._raises_at_once = True
 
