@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity
 def graph() -> type:
     """Return torch's class of CUDA graphs.
 
-    The class is looked up only here, because `nbdist doctor` imports this file with any torch, and
-    not each torch has the class.
+    The class is looked up only by this call: `nbdist doctor` imports this file with any version of
+    torch, and not every version has the class.
     """
     return torch.cuda.CUDAGraph
 
@@ -42,9 +42,10 @@ def is_in_use() -> bool:
 
 
 def error_probe() -> Callable[[], bool] | None:
-    """Return a function that raises RuntimeError at once if the GPU has an error that lasts.
+    """Return a function that checks the GPU for an error, or None if no accelerator is in use.
 
-    Any thread may call the function. Return None if the accelerator is not in use.
+    The function raises RuntimeError if the GPU has failed in such a way that this process cannot
+    use it any more. Any thread may call the function; its return value says nothing about errors.
     """
     return torch.accelerator.current_stream().query if is_in_use() else None
 
@@ -75,23 +76,23 @@ def index() -> int:
 
 
 def room() -> tuple[int, int]:
-    """Return (free, total): the memory of the accelerator that no process uses, and all of it."""
+    """Return (free, total) memory of the accelerator in bytes; no process uses the free memory."""
     free, total = _module().mem_get_info()
     return free, total
 
 
 def allocated() -> int:
-    """Return the memory of this process's tensors; 0 if the accelerator is not in use."""
+    """Return the bytes of this process's tensors; 0 if the accelerator is not in use."""
     return int(_module().memory_allocated()) if is_in_use() else 0
 
 
 def peak_allocated() -> int:
-    """Return the highest `allocated` so far; 0 if the accelerator is not in use."""
+    """Return the most bytes that `allocated` has reached; 0 if the accelerator is not in use."""
     return int(_module().max_memory_allocated()) if is_in_use() else 0
 
 
 def reserved() -> int:
-    """Return the memory of tensors and of torch's cache; 0 if the accelerator is not in use."""
+    """Return the bytes of tensors and of torch's cache; 0 if the accelerator is not in use."""
     return int(_module().memory_reserved()) if is_in_use() else 0
 
 

@@ -63,9 +63,9 @@ def _import_pydevd() -> Any:
 
 
 def _exists(original: Callable[[str], bool], file: str) -> bool:
-    """Return True for a file that exists, and for the file of any cell, which need not exist here.
+    """Return True if a file exists or is a cell's file; pydevd calls this in place of `original`.
 
-    pydevd would ignore a breakpoint in a file that does not exist.
+    pydevd ignores a breakpoint in a file that does not exist, and a cell's file need not exist.
     """
     return CELL_FILE.search(file) is not None or original(file)
 
@@ -178,7 +178,7 @@ class DebugSession:
         lifecycle.resume_threads(constants.get_current_thread_id(threading.current_thread()))
 
     def stop_at(self, frame: FrameType | None) -> None:
-        """Stop in a frame of the calling thread, at its current line.
+        """Suspend the calling thread at the current line of `frame` until the user resumes it.
 
         If Stop ends the wait, the thread is not traced until `begin_task`.
         """
@@ -190,14 +190,18 @@ class DebugSession:
         self._debugger.enable_tracing()
 
     def forget_in_child(self) -> None:
-        """Switch debugging off in a forked process, where nothing could end a stop."""
+        """Switch debugging off in a forked process.
+
+        A thread that stopped there at a breakpoint would wait for ever: pydevd's threads, which
+        resume other threads, exist only in the parent.
+        """
         self._debugger.pydb_disposed = True
         self._pause_tracing()
         threading.settrace(None)
 
 
 _sessions: list[DebugSession] = []
-"""The last session, if there was one."""
+"""The session that exists now; the list is empty if there is none."""
 
 
 def _after_fork_in_child() -> None:

@@ -37,7 +37,7 @@ from nbdist.values.definitions import cell_numbers, function_name
 from nbdist.wire.work import CellCode
 
 SHOW = "_showtraceback"
-"""IPython's method that shows a drawn traceback; ipykernel's shell publishes the traceback."""
+"""IPython's method that shows a formatted traceback; ipykernel's shell publishes the traceback."""
 
 # Parts of a frame in a traceback of IPython 7: its first line, with the file and the call in
 # colours, and the mark at the line that was running.
@@ -88,8 +88,8 @@ class _IOPubThread(IOPubThread):
 def publish_without_port() -> None:
     """Keep ipykernel from opening the TCP port to which child processes would send their output.
 
-    In a worker, output goes through the agent's pipe instead. Called before the application makes
-    its iopub thread.
+    In a worker, output goes through the agent's pipe instead. Called before ipykernel's application
+    makes the iopub thread.
     """
     if hasattr(kernelapp, "IOPubThread"):
         kernelapp.IOPubThread = _IOPubThread
@@ -134,7 +134,8 @@ class CellCompiler(XCachingCompiler):
     def get_code_name(self, raw_code: str, code: str, number: int) -> str:
         """Return the file name under which code is compiled.
 
-        This is `file` of the task's cell if the code is this cell, and otherwise ipykernel's name.
+        If `raw_code` is the text of the task's cell, the name is the cell's `file`. Otherwise
+        ipykernel chooses the name.
         """
         if self.cell.file and raw_code == self.cell.text:
             return self.cell.file
@@ -309,7 +310,7 @@ class Debugger(InterruptiblePdb):
             self._stopped = stop.with_traceback(None)
 
     def user_return(self, frame: FrameType, value: Any) -> None:
-        """Pause at the end of a call; at the end of a cell's statement step to the next one."""
+        """Pause where a call returns; after a statement of a cell step to the next statement."""
         if is_statement(frame):
             self._is_between = True
             self.set_step()
@@ -325,8 +326,8 @@ class Debugger(InterruptiblePdb):
     def user_exception(self, frame: FrameType, info: Any) -> None:
         """Pause where an exception is raised; do not pause for a KeyboardInterrupt.
 
-        An exception in a call around the user's code (`is_around`) means that a statement with
-        `await` has ended. In this case step to the next statement.
+        When a statement with `await` has ended, pdb reports this as an exception in a call around
+        the user's code (`is_around`). In this case step to the next statement.
         """
         if is_around(frame):
             self._is_between = True
@@ -418,8 +419,9 @@ def use_debugger(stop_at: Callable[[FrameType | None], bool]) -> None:
     for module in (pdb, debugger):
         vars(module)["Pdb"] = Debugger
     pdb.set_trace = debugger.set_trace
-    # torch's own debugger would read from a terminal. From torch 2.10 on, torch makes its class
-    # only when it is used, as a subclass of `pdb.Pdb`, which is `Debugger` here.
+    # torch's debugger would read from a terminal. Its class is replaced here if the class exists.
+    # From torch 2.10 on, the class is made only when it is used, as a subclass of `pdb.Pdb`, which
+    # is `Debugger` by then.
     if hasattr(torch.distributed, "_DistributedPdb"):
         torch.distributed._DistributedPdb = Debugger
     # ipykernel's own hook does nothing once debugpy has been imported.

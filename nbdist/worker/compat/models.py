@@ -34,7 +34,7 @@ def compiled_in(model: Any) -> Any:
 
 
 def reset_ddp_step(model: Any) -> None:
-    """Reset a DDP module after a step that was interrupted."""
+    """Make a DDP module forget an interrupted iteration, and choose its buckets anew."""
     model._update_process_group(model.process_group)
 
 
@@ -59,7 +59,7 @@ def renew_reducer(model: Any, group: ProcessGroup) -> None:
 
 
 def buckets_of(model: Any) -> list[list[int]] | None:
-    """Return a list for each bucket in which DDP reduces gradients: the numbers of its parameters.
+    """Return the buckets in which DDP reduces gradients, each as a list of numbers of parameters.
 
     Return None until DDP has chosen its final buckets, in the first step.
     """
@@ -99,7 +99,10 @@ def set_buckets(model: Any, buckets: Sequence[Sequence[int]]) -> bool:
 
 
 def reset_fsdp_step(module: Any) -> None:
-    """Reset a root FSDP2 module after a step that was interrupted; works from torch 2.13 on."""
+    """Make a root FSDP2 module forget an interrupted iteration.
+
+    Do nothing if another FSDP2 module contains the module, and before torch 2.13.
+    """
     if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:
         module.reset_iter_state()
 

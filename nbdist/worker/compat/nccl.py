@@ -71,13 +71,18 @@ class Adapter(ABC):
 
     @abstractmethod
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
-        """Wait in the store for the other ranks; return a function that connects to them in C++."""
+        """Wait in the store until all ranks have come; return a function that connects them.
+
+        The function waits in C++, which nothing can interrupt. So the caller runs it in a thread of
+        its own. `timeout` limits the function, but `Legacy` ignores it.
+        """
 
     @abstractmethod
     def renew(self, group: ProcessGroup, seat: Seat, timeout: timedelta) -> Any:
-        """Return the backend of a group that `connect` must connect after an abort.
+        """Return the backend with which a group connects again after an abort.
 
-        This is the group's own backend, or a new one that this method has put in its place.
+        The caller passes the backend to `connect`. The backend is the group's own, or a new one
+        that this method has put in its place. `timeout` is that of the new backend's collectives.
         """
 
     @abstractmethod
@@ -131,7 +136,7 @@ class Legacy(Adapter):
     keeps_numbering = False
 
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
-        """Wait in the store for the other ranks; return a function that connects to them in C++.
+        """Wait in the store until all ranks have come; return a function that connects them.
 
         The function makes NCCL's communicator, which sends and receives use, too. Otherwise torch
         would make it in the first collective, where a wait for ranks could not be aborted.
@@ -174,8 +179,8 @@ class Legacy(Adapter):
     def end_calls(self, backend: Any) -> None:
         # `batch_isend_irecv` begins a group call of NCCL and ends it. An exception in between keeps
         # the call open, and all later operations would wait for its end. So end the call here. If
-        # this fails, torch still counts the call as open, and would try to end it once more, and
-        # fail, when it makes a communicator. So correct torch's count.
+        # ending it fails, set torch's counter of open calls to 0. Otherwise torch would try to end
+        # the call again when it makes a communicator, and fail.
         calls = open_calls()
         while calls is not None and calls.value:
             try:
@@ -195,9 +200,10 @@ class Nccl2(Adapter):
     keeps_numbering = True
 
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
-        """Wait in the store for the other ranks; return a function that connects to them in C++.
+        """Wait in the store until all ranks have come; return a function that connects them.
 
-        The function has a time limit, and raises DistError if the ranks do not connect.
+        The function raises DistError if the ranks do not connect within `timeout`, and RuntimeError
+        for an error of this rank's GPU.
         """
         # Set the device: by default a backend uses the current device of the calling thread, which
         # may be another device.

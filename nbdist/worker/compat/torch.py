@@ -265,11 +265,10 @@ def renew(backend: Any, store: Any, rank: int, size: int, number: int, timeout: 
 def exchange_handles(
     backend: Any, store: Any, rank: int, size: int, number: int, timeout: timedelta
 ) -> Any:
-    """Write this rank's handle, by which other ranks connect to its backend, to the store.
+    """Return the options with which a backend connects to the other ranks within `timeout`.
 
-    The handles get a `number` that was not used in the store before. Waits until all ranks have
-    written theirs. Returns the options with which the backend connects to the other ranks within
-    `timeout`.
+    The options have a handle of each rank's backend. This rank writes its handle to the store,
+    under a `number` that was not used there before, and waits until all ranks have done so.
     """
     store.set(f"handle{number}/{rank}", backend.get_reconfigure_handle())
     options = c10d.ReconfigureOptions()  # type: ignore[attr-defined]
@@ -336,9 +335,10 @@ def compares() -> bool:
 
 
 def recorded_groups() -> dict[str, dict[str, str]]:
-    """Return Flight Recorder's counters of gloo by the number of the backend; takes 0.05 ms.
+    """Return Flight Recorder's counters of each gloo backend, by the backend's number.
 
-    Return {} if this torch does not record gloo's collectives.
+    The counters are texts: the numbers of the last collectives that were begun and completed.
+    Return {} if this torch does not record gloo's collectives. The call takes 0.05 ms.
     """
     if not RECORDS_GLOO:
         return {}
