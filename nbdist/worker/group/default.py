@@ -98,8 +98,8 @@ class DefaultGroup:
         self._kept = [*seam.forget_all(self._destroy), self.group]
         self.name_after("")
 
-    def form(self, start: WorkerStart, meeting: Any) -> None:
-        """Form the world's group; the ranks find each other in the store `meeting`.
+    def form(self, start: WorkerStart, store: Any) -> None:
+        """Form the world's group; torch keeps `store` for the groups that user code makes later.
 
         There must be no default group: `pop_groups` destroys an earlier one.
         """
@@ -112,7 +112,7 @@ class DefaultGroup:
         try:
             self._init(
                 backend=self._backend,
-                store=meeting,
+                store=store,
                 rank=self._rank,
                 world_size=self._size,
                 timeout=self._own_timeout,
@@ -181,9 +181,9 @@ class DefaultGroup:
         if self._kept is not None:
             return self._init(*call.args, **call.kwargs)
         is_in_place = self.is_in_place
-        # User code asks for another group if it passes a store or another size, or if it has made a
-        # default group already, for which torch raises. All ranks must pass the same store and
-        # size, so all of them decide alike.
+        # User code asks for another group if it passes a store or another size. If it has made a
+        # default group already, torch's function raises an error. All ranks must pass the same
+        # store and size, so all of them decide alike.
         is_another = (
             dist.is_initialized()
             or arguments.get("store") is not None

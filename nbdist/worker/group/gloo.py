@@ -97,8 +97,8 @@ def is_between_ranks(error: Exception) -> bool:
     """
     text = str(error)
     if NO_THREAD.search(text):
-        # No thread could be started. All ranks share the limit of threads, but if this process has
-        # a limit of addresses, that limit may be the reason.
+        # No thread could be started. If this process has a limit of addresses, that limit may be
+        # the reason. Otherwise the reason is the limit of threads, which all ranks share.
         return resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
     is_between = isinstance(error, ConnectionError | dist.DistError | BadEnvironment)
     return (is_between or "gloo/" in text) and not LACKS.search(text)

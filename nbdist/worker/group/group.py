@@ -107,7 +107,7 @@ class Group:
         """In a forked child forget all groups, and close sockets that the child has inherited.
 
         The sockets are gloo's listener, the connections that gloo has accepted, and idle
-        connections to the agent.
+        connections to the agent's socket for the store.
         """
         self._default.abandon_in_child()
         self._gloo.abandon_in_child()
@@ -117,7 +117,8 @@ class Group:
     def subgroup_members(self) -> dict[str, tuple[int, ...]]:
         """Return by name the members of the subgroups for which this rank has an object.
 
-        A subgroup with both gloo and nccl has two entries, one for each backend.
+        An nccl backend has an entry of its own, whose name ends with `OF_NCCL` and the name of the
+        backend. So a subgroup with both gloo and nccl has two entries.
         """
         members = {}
         for name, group in self._default.subgroups().items():
@@ -197,14 +198,17 @@ class Group:
 
     # --- forming ------------------------------------------------------------------------------
 
-    # Each attempt to form all groups is a generation, with its own part of the store. torch makes
-    # the default group with a gloo backend of nbdist. A rank that joins later then connects the
-    # other groups at the same time as the other ranks, and in the same order.
+    # Each attempt to form all groups is a generation, with its own part of the store. In a new
+    # worker torch makes the default group, and nbdist makes its gloo backend. A worker that joins
+    # an existing world then connects the other groups, at the same time and in the same order as
+    # the survivors.
 
     def form(self) -> None:
         """Form the world's group, and wait until every rank has joined it.
 
-        Ranks of one machine mostly meet in a FileStore, which needs no port and outlives rank 0.
+        Ranks of one machine meet in a FileStore, which needs no port and outlives rank 0. Ranks of
+        several machines meet in the head's store, by way of their agents. With `--rdzv-backend`
+        all meet in the store of torch's rendezvous.
         """
         generation, joins = self._start.generation, self._start.joins
         self._use_store_of(generation, self._start)

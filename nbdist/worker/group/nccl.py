@@ -38,7 +38,9 @@ Both are less than agents wait: 180 s for a start, and 30 s for healing.
 """
 
 NCCL_ABORT_TIMEOUT, NCCL_WHOLE_ABORT_TIMEOUT = 10.0, 60.0
-"""The most seconds in which an abort may end no further GPU kernel, and for the whole abort.
+"""Seconds after which an abort is given up.
+
+The first limit begins anew whenever a collective ends; the second is for the whole abort.
 
 Some aborts never end (seen with NCCL 2.25). A usual abort takes 0.5 s, and for each GPU kernel in
 the queue the time to copy the kernel's data. On an H200 that ranks share, this is 0.2 s for a
@@ -117,7 +119,10 @@ class Nccl:
             run_with_timeout(ready, "connecting nccl", timeout, self.store.check_abort)
 
     def renew(self, group: ProcessGroup, meeting: Meeting, seat: Seat, timeout: timedelta) -> None:
-        """Connect a group's nccl2 backend again; in place of a legacy backend connect a new one."""
+        """Connect a group's nccl2 backend again; in place of a legacy backend connect a new one.
+
+        `timeout` is that of the new backend's collectives.
+        """
         with self.connecting_later():
             backend = seam.adapter_of(seam.nccl_of(group)).renew(group, seat, timeout)
         self.connect(
@@ -157,7 +162,7 @@ class Nccl:
 
 
 def _progress_of(adapter: seam.Adapter) -> Callable[[], bool]:
-    """Return a function that is called during an abort, and returns True while it makes progress.
+    """Return a function that returns True as long as an abort that runs now makes progress.
 
     The function returns False if no collective has ended for `NCCL_ABORT_TIMEOUT` seconds, or if
     the abort has taken `NCCL_WHOLE_ABORT_TIMEOUT` seconds.
@@ -182,8 +187,8 @@ def _progress_of(adapter: seam.Adapter) -> Callable[[], bool]:
 class _Claimed(AbortableStore):
     """A store for nccl2 backends, which need `compare_set`; some stores, such as etcd's, lack it.
 
-    The `compare_set` here is not atomic. This suffices, because only rank 0 calls it, once for each
-    number that a group claims.
+    The `compare_set` here is not atomic. This suffices, because only rank 0 of a group calls it,
+    once for each `number` under which the group connects.
     """
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
@@ -219,7 +224,7 @@ class UnderWay:
         self._before: dict[str, int] = {}
 
     def pending(self) -> Pending:
-        """Return how many collectives the GPU has not completed, and the newest of them."""
+        """Return how many collectives the GPU has not completed, and the newest of them if any."""
         entries = [
             entry
             for name, first in self._first.items()
@@ -358,7 +363,10 @@ class Recording:
         return next((operation_of(entry) for entry in self._entries() if not entry["retired"]), "")
 
     def begun(self, counts: Mapping[str, Counts], since_ns: int) -> tuple[Begun, ...]:
-        """Return the last collectives of gloo since this time, the oldest first."""
+        """Return the collectives of gloo that were begun since `since_ns`, the oldest first.
+
+        At most the last `MAX_REPORTED` are returned. `counts` is the present result of `counts`.
+        """
         if self._kept_begun is None or self._kept_begun[0] != (counts, since_ns):
             of_cell = takewhile(lambda e: e["time_created_ns"] >= since_ns, self._entries())
             collectives = tuple(begun_of(entry) for entry in islice(of_cell, MAX_REPORTED))[::-1]

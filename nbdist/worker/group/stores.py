@@ -430,11 +430,11 @@ def _as_bytes(value: str | bytes) -> bytes:
 
 # --- the store of torch's own rendezvous, with `--rdzv-backend` -----------------------------------
 
-# torch's registry makes the handler of a rendezvous, which may be of the user's packages (entry
-# points `torchrun.handlers`). All ranks take part in a rendezvous. Each time that the group is
-# formed, the rendezvous has another name, so that new ranks and old ranks meet. torch sets limits:
-# the store of c10d ends with the rank that hosts it, and does not protect its contents. A wait for
-# ranks can time out, but cannot be aborted.
+# torch's registry makes the handler of a rendezvous. The handler's class may be in a package of the
+# user (entry points `torchrun.handlers`). All ranks take part in a rendezvous. Each time that the
+# group is formed, the rendezvous has another name, so that new ranks and old ranks meet. A wait for
+# ranks can time out, but cannot be aborted. The store of the backend c10d ends with the rank that
+# hosts it, and does not protect its contents.
 
 JOIN_TIMEOUT = 25  # seconds for all ranks to come: less than the 30 s that agents wait for healing
 ETCD = {"etcd", "etcd-v2"}
