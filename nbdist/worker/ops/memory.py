@@ -240,7 +240,9 @@ MAX_ENTRIES = 10_000  # entries of a container that are searched; fewer if time 
 SEVERAL = 8  # if a container has more tensors, they are shown as one entry
 MAX_LISTED_DEPTH = 8  # attributes and indices in a shown name, such as `model.layers[0]`
 LEAST_INSIDE = 1 << 10
-"""The least bytes of an array in an object that is shown: libraries' objects have many small ones.
+"""An array inside of an object is shown if it has at least this many bytes.
+
+Objects of libraries have many smaller arrays.
 """
 
 LARGE_BYTES = 1 << 20  # the least size of a `bytes` object that is shown
@@ -444,8 +446,8 @@ def last_errors(shell: Any, raised: BaseException | None = None) -> Iterator[Bas
     Their causes, contexts and the exceptions in exception groups are yielded, too.
     """
     result = shell.last_execution_result
-    # Begin with the exceptions of the last cell. The exception in `sys` may be of an earlier cell,
-    # since a BdbQuit of the last cell is not shown.
+    # Begin with the exceptions of the last cell. `sys` has the last exception that was shown, which
+    # may be of an earlier cell: a BdbQuit is not shown.
     of_cell = [] if result is None else [result.error_in_exec, result.error_before_exec]
     shown = [getattr(sys, name, None) for name in ("last_exc", "last_value")]
     waiting, seen_ids = [raised, *of_cell, *shown], set()

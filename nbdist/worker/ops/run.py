@@ -298,8 +298,8 @@ def _group_pids() -> set[int]:
 
 # --- functions of the notebook, and the debugger -----------------------------------------
 
-# Names of modules that every worker binds. If the notebook has bound other modules to these names,
-# functions of the notebook use its modules.
+# Names to which every worker binds modules. If the notebook has bound these names to other modules,
+# functions of the notebook use the notebook's modules.
 READY_MODULES = ("torch", "dist")
 _left: dict[str, Any] = {}  # names that stayed bound after earlier calls, with their values
 

@@ -228,7 +228,9 @@ def load(
 ) -> Loaded:
     """Read a rank's file of a snapshot, and keep its contents for `bind`.
 
-    Binding is a second op, so that no rank binds anything if another rank's file is damaged.
+    If the file cannot be read, the result says why. Binding is a second op, so that no rank binds
+    anything if another rank's file is damaged.
+
     `parts` has for each rank the file to read. `everyones` is empty, or has all files of the
     snapshot; then sharded tensors are joined from these files, and sharded again for this world.
     """

@@ -36,8 +36,8 @@ def gather(context: Context, expressions: Sequence[str], *, joins: bool = False)
     """Pack this rank's values of names or expressions for the notebook.
 
     The values are in one pickle, so that objects in several of them stay shared. If the values
-    have DTensors, only a list of these is returned. With `joins`, DTensors become whole tensors by
-    collectives instead, for which all ranks must call this together. If a value cannot be sent, the
+    have DTensors, the result only lists the DTensors. With `joins`, DTensors become whole tensors
+    by collectives instead, and all ranks must call this together. If a value cannot be sent, the
     result says why, and no error is raised.
     """
     values = []
@@ -75,7 +75,10 @@ def last_value(context: Context, of: str) -> Brought:
 
 
 def push(context: Context, packed: Mapping[int, Payload]) -> None:
-    """Receive this rank's values by name, and keep them for `bind_pushed`."""
+    """Receive this rank's values by name, and keep them for `bind_pushed`.
+
+    `packed` has the values by rank.
+    """
     arrived = context.namespace.read(packed[context.rank])
     context.namespace.keep_received(Taken(arrived.values, arrived=arrived), context.task_id)
 
@@ -278,8 +281,8 @@ def _broadcast_header(sizes: list[int] | None, source: int) -> list[int]:
 def _broadcast(frame: torch.Tensor, source: int) -> torch.Tensor:
     """Broadcast the bytes of the rank `source`; return them as a CPU tensor.
 
-    `frame` has the bytes on the source, and room for them on other ranks, where it is filled if the
-    group takes CPU tensors.
+    `frame` has the bytes on the source. On other ranks `frame` has as many bytes, which may be
+    overwritten.
     """
     on_device = frame.to(_device())
     dist.broadcast(on_device, src=source)
