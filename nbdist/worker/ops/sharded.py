@@ -146,8 +146,8 @@ def meshes(_: Context, instead: Mapping[Mesh, Mesh]) -> None:
 def restoring(tensors: Sequence[Any]) -> Iterator[Mapping[int, Unsharded]]:
     """Within this context, values of a snapshot can be unpickled.
 
-    In place of DTensors, their pickle has numbers, which are the indices in `tensors`. Yields a
-    table, in which unpickling lists the modules that `shard_modules` must shard afterwards.
+    `tensors` has the DTensors of the snapshot; the pickle has only their indices. Yields a table,
+    in which unpickling lists the modules that `shard_modules` must shard afterwards.
     """
     _tensors[:] = tensors
     _unsharded.clear()
