@@ -283,7 +283,7 @@ DDP_ON_CPU = re.compile(r"device_ids and output_device arguments only work with 
 """torch's message about `DDP(net, device_ids=[local_rank])` if the model is on the CPU."""
 
 LAUNCHER_FUNCTIONS = {"notebook_launcher", "debug_launcher"}
-"""Functions of accelerate that start further processes."""
+"""Functions of accelerate that start processes of their own, which ranks do not need."""
 
 OTHERS = "`--gpus` chooses others"
 ON_CPU = "`--env CUDA_VISIBLE_DEVICES=` uses the CPU"
@@ -336,7 +336,7 @@ FULL = (
     "its memory is full before anything has run: `nvidia-smi` lists the processes that use it; "
     f"end them, or {OTHERS}"
 )
-"""Remedy for a GPU without free memory when a worker starts; the message matches `NO_ROOM`."""
+"""What users read if a worker cannot start because its GPU has no free memory (`NO_ROOM`)."""
 
 
 HAS_NO_GPU = (AssertionError, RuntimeError, AttributeError)
