@@ -130,10 +130,11 @@ class Agent:
         self._link.send(message)
 
     def _emit(self, rank: int, task_id: str, output: Output) -> None:
-        """Queue an output of a rank for the notebook, and report it to the supervision of tasks.
+        """Queue an output of a rank for the notebook, and pass the output to `Supervision`.
 
-        The supervision finds ranks that wait for ever.  It runs in the head if the world has a
-        head, and in this process otherwise.
+        `Supervision` finds ranks that wait for ever.  If the world has a head, `Supervision` is in
+        the head, and this agent sends it only what `fact_of` returns.  Otherwise `Supervision` is
+        in this process.
         """
         if self._notebook is not None:
             self._notebook.observe(rank, task_id, output)
@@ -213,9 +214,9 @@ class Agent:
             self._workers.all[rank].run(run)
 
     def _spare(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Kill none of these ranks, even if they ignore Stop, until Stop is pressed again.
+        """Carry out `SpareRanks`: until Stop is pressed again, kill none of `ranks` as stuck.
 
-        Returns those of the ranks that are alive and are not being killed already.
+        Returns the spared ranks: all of `ranks` that are alive and are not being killed already.
         """
         spared = [worker for worker in self._workers.alive(ranks) if not worker.is_killed]
         self._step_stops.spare(spared)

@@ -52,9 +52,11 @@ class CodeFolder:
         self._sent = frozenset[str]()
 
     def answer(self, request: GetCode | PutCode) -> CodeHeld:
-        """Return whether this node has the notebook's files, or why they could not be unpacked.
+        """Return whether this node has the files of the requested archive, or a problem.
 
-        The archive of a `PutCode` request is unpacked first, once its last part has come.
+        A node without a copy that shares the notebook's folder has the files, too.  Each `PutCode`
+        brings a part of the archive; until the last part has come, the answer is that this node
+        lacks the files.  Then this method unpacks the archive; a problem says why that failed.
         """
         host = socket.gethostname()
         match request:

@@ -40,7 +40,7 @@ class Debuggee(Protocol):
 
 
 class DebuggerRelay:
-    """The connection to the debugger of one worker, for one session of the notebook."""
+    """The connection to one worker's debugger, for one session of the notebook's debugger."""
 
     def __init__(
         self, worker: Debuggee, session: int, path: str, send: Callable[[FromDebugger], None]
@@ -99,7 +99,7 @@ class DebuggerRelay:
         return ""
 
     def send(self, text: str) -> None:
-        """Send a request to the worker's debugger, once it is connected."""
+        """Send a request to the worker's debugger; until it is connected, keep the request."""
         if self._writer is None:
             self._waiting.append(text)
         else:

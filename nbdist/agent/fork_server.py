@@ -1,8 +1,9 @@
 """The fork server, a process that has imported torch and forks workers for its agent.
 
-`start_guarded`, the first step of an agent's or head's process, forks a guard and can start a fork
-server.  The start of a world waits longest for the fork server's import of torch.
-Therefore this file imports little: everything else is imported after the fork server was started.
+A new agent's or head's process calls `start_guarded` first.  The process becomes a guard, and its
+child becomes the agent or head, and can start a fork server.  The start of a world waits longest
+for the fork server's import of torch.  Therefore this file imports little: everything else is
+imported after the fork server was started.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ if TYPE_CHECKING:
 def start_guarded(
     runtime: Path, notebook_pid: int | None, *, fork_server: bool, grace: float = 0.0
 ) -> tuple[Guard, ForkServerProcess | None]:
-    """Fork a child that becomes the agent or head, and start a fork server if `fork_server`.
+    """Fork a child that becomes the agent or head; this process becomes the child's guard.
 
-    Returns only in the child: its end of the pipe to its guard, and the fork server or None.  This
-    process becomes the guard; `fork_below_guard` explains the guard and `grace`.  Exits with a
-    message if a process cannot be started.
+    If `fork_server`, the child also starts a fork server.  Returns only in the child: the child's
+    `Guard`, and the fork server or None.  `fork_below_guard` explains `grace` and `notebook_pid`,
+    which is None if the notebook is on another machine.  Exits with a message if a process cannot
+    be started.
     """
     raise_file_limit()
     try:
@@ -55,7 +57,8 @@ def _clean_up_after_kill(last_word: bytes) -> None:
     """Report to the head that the agent was killed, and remove the code folders of killed agents.
 
     The agent's guard calls this function.  `last_word` has all bytes that the agent has sent to the
-    guard.  If the world has a head, they end with a line for `report_killed_agent`.
+    guard.  If the agent has a head, the last bytes are the line that `guard_line` made for
+    `report_killed_agent`.
     """
     # Imported here, because an agent imports next to nothing before it forks its guard.
     if last_word.endswith(b"\n"):
@@ -206,7 +209,7 @@ Forked workers do not keep these variables: a worker gets the variables of its w
 
 
 def import_all() -> None:
-    """Import the modules that each worker needs, and turn garbage collection off."""
+    """Import the modules that each worker needs; turn off garbage collection, which takes time."""
     # Imports leave little garbage, and collections would take a tenth of the imports' time.
     gc.disable()
     for name in IMPORTED_AT_START:
@@ -257,8 +260,9 @@ class ForkServer:
         while True:
             idle = max(0.0, self._idle_from - time.monotonic()) if self._to_import else None
             if not select.select([self._agent], [], [], idle)[0]:
-                # Import only one module, because requests wait until the import is done.  No import
-                # begins soon after a fork: that would slow down the workers that start.
+                # Import only one module, because requests wait until the import is done.  An import
+                # soon after a fork would slow down the start of the workers, so `idle` is longer
+                # after a fork.
                 import_if_possible(self._to_import.popleft())
             elif (requests := self._receive()) is None:
                 return None
@@ -351,7 +355,7 @@ class ForkServer:
 
 
 def main() -> None:
-    """Run the fork server.  `serve` also returns in each forked child, which becomes a worker."""
+    """Run the fork server until its agent exits; in each forked worker, run the worker instead."""
     agent, agent_pid = socket.socket(fileno=int(sys.argv[1])), os.getppid()
     import_all()
     fork_server = ForkServer(agent)

@@ -64,7 +64,7 @@ class GroupFormation:
         return WorldStarted(*self.pids_and_logs(), tuple(missing), spec=spec)
 
     async def stop(self, grace: float) -> None:
-        """Stop all workers; idle workers have `grace` seconds to exit before they are killed."""
+        """Stop all workers.  Idle workers have `grace` seconds to exit; all others are killed."""
         if self.spec is not None:
             await self._stop(range(self.spec.world_size), grace, drops=True)
 
@@ -227,11 +227,12 @@ def group_by_node(ranks: Iterable[int], node_of: Mapping[int, int]) -> dict[int,
 
 
 def groups_to_keep(groups: Mapping[int, HeldGroups | None], world_size: int) -> part.Groups | None:
-    """Return the groups that survivors keep and reconnect: the ranks of each, by its name; pure.
+    """Return, by name, the ranks of each group that survivors keep and reconnect; pure.
 
-    `groups` has the answer of each survivor, by rank; None if a survivor has not answered.  Returns
-    None if all groups must be made again, because some survivor's default group does not have
-    `world_size` ranks, or has that survivor as another rank.
+    The world's own group is kept, too, but is not in the result.  Returns None if all groups must
+    be made again, because the world's group of some survivor does not have `world_size` ranks, or
+    has the survivor under another rank.  `groups` has the answer of each survivor, by rank; a
+    survivor that has not answered has None and does not matter.
     """
     answered = {rank: each for rank, each in groups.items() if each is not None}
     if any((each.rank, each.world_size) != (rank, world_size) for rank, each in answered.items()):

@@ -101,8 +101,9 @@ class HangDetector:
     ) -> bool:
         """Return True if all `unfinished` ranks wait in collectives in which no data moves.
 
-        A rank whose gloo threads seem to work counts as moving data until its place has not changed
-        for `unchanged` seconds.
+        No data moves for a rank whose last two places are equal, if gloo's threads were idle in one
+        of the two places, or if the place has not changed for `unchanged` seconds.  The result is
+        False while packets of gloo are in flight.
         """
         ranks = tuple(unfinished)
         are_idle = self._polls >= 2 and all(self._is_idle(rank, now, unchanged) for rank in ranks)
@@ -118,8 +119,8 @@ class HangDetector:
         `ranks` are all ranks of the world.  If `is_known`, the caller knows that the ranks have
         called different collectives.  Otherwise, the result is True only if no place has changed
         for `ALL_UNCHANGED` seconds and no thread or GPU of a rank could end the rank's wait.
-        `runs_ahead` is True with nccl, where a rank can finish a task before its collectives
-        complete.
+        `runs_ahead` is True with nccl, whose threads no place describes.  With nccl the result is
+        True only if `is_known`, and only if no place has changed for `ALL_UNCHANGED` seconds.
         """
         ranks = tuple(ranks)
         # With nccl `is_calm` is never True, so the time without a change has to decide.

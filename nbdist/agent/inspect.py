@@ -1,7 +1,7 @@
-"""Where in their code the workers of a machine are, and the memory and GPUs that they use.
+"""Finds out where in their code a machine's workers are, and how much memory and GPU they use.
 
 Runs in the agent, which uses this file to answer `%dist_status`, `world.stacks`, completions and
-`nbdist mcp`.  If a worker does not answer where it is, the agent reads the worker's memory.
+`nbdist mcp`.  If a worker does not answer, the agent finds the worker's place in its memory.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ async def place_from_outside(
 
 
 def _line_of(frames: Sequence[StackFrame]) -> int:
-    """Return the line of the cell, or of the function that the task calls; 0 if unknown."""
+    """Return the line that runs in the cell or in the task's function call; 0 if unknown."""
     for inner, frame in pairwise(frames):
         if frame.file.endswith(CALL_FILE) and frame.function == "call":
             return inner.line
@@ -201,13 +201,13 @@ async def _place_of_silent(worker: Worker, turn: _Turn) -> RankPosition:
 
 
 class _Turn:
-    """A context in which a rank's answer is awaited; `judge` says if a silent rank holds its GIL.
+    """Measures, in a context that awaits a rank's answer, if the rank has had time to answer.
 
     On a busy machine a rank may be silent because the rank or this process got no processor, and
     not because C code holds the rank's GIL.  So this class measures how long both processes have
     waited for a processor.  The waits of all threads are added up, because an answer may need
-    several threads one after the other.  Measuring begins after a quarter of `timeout`, so it costs
-    nothing for ranks that answer at once.
+    several threads one after the other.  Measuring begins after a quarter of `timeout`, and so
+    costs nothing for ranks that answer at once.
     """
 
     def __init__(self, worker: Worker, timeout: float) -> None:

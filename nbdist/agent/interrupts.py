@@ -71,10 +71,19 @@ class InterruptedRank:
 def is_stuck(sight: InterruptedRank) -> bool:
     """Return True if the rank seems unable to leave its code, so that only a kill helps; pure.
 
-    A rank is stuck if, for `C_GRACE` or `IGNORES_GRACE`, it was stopped by a signal, held the GIL
-    in C code, waited in a collective that no abort ended, ignored SIGINT, or slept without reacting
-    to SIGINT.  Any other rank in its code, such as one that cleans up after KeyboardInterrupt or
-    computes, is stuck only after a second Stop.  A spared rank is not stuck.
+    A rank that has left its code, or that the notebook has asked not to kill, is not stuck.  For
+    any other rank, the first of these conditions that is true decides; seconds are own seconds:
+
+    - If a signal has stopped the process, or C code holds the GIL, the rank is stuck `C_GRACE`
+      seconds after Stop.
+    - If the rank waits in a collective, the rank is stuck after `MAX_FUTILE_ABORTS` aborts that did
+      not end the wait, `IGNORES_GRACE` seconds after the first abort.
+    - If the process ignores SIGINT, or if Stop was pressed again, the rank is stuck `IGNORES_GRACE`
+      seconds after the last Stop.
+    - If the main thread sleeps and has not reacted to SIGINT, the rank is stuck `C_GRACE` seconds
+      after Stop.
+
+    A rank that computes, or cleans up after KeyboardInterrupt, is stuck only after a second Stop.
     """
     place = sight.place
     if sight.is_spared or not place.is_in_code:
@@ -176,8 +185,9 @@ class _Stopped:
     def must_remind(self, sight: InterruptedRank) -> bool:
         """Return True if the caller must send the rank another SIGINT.
 
-        The rank must get another SIGINT each time it reports that Python has dropped a further
-        KeyboardInterrupt.  A rank that reports none, but sleeps in its code, gets one more in all.
+        A rank gets another SIGINT each time the rank reports a further KeyboardInterrupt that
+        Python has dropped.  A rank that reports none, but seems to have missed Stop
+        (`has_missed_stop`), gets another SIGINT only once.
         """
         place = sight.place
         is_running = place.is_in_code and not place.is_cleaning_up
@@ -225,7 +235,7 @@ class Interrupter:
         The coroutines abort collectives in which an interrupted rank waits, and kill a rank that is
         stuck.  The caller must exhaust the generator, because the signals are sent during the
         iteration.  Ranks in `have_stopped` get no SIGINT, because they have already raised
-        KeyboardInterrupt at the common step; only their requests for input are refused.
+        KeyboardInterrupt at the common step.  But their tasks, too, get no more input.
         """
         for rank in ranks:
             if rank in have_stopped:
@@ -276,7 +286,7 @@ class Interrupter:
             del self._stopped[rank]
 
     async def _abort_repeatedly(self) -> None:
-        """Abort collectives repeatedly while an interrupted rank waits, or may wait, in one."""
+        """Abort collectives repeatedly while an interrupted rank may wait in a collective."""
         try:
             while self._stopped:
                 await asyncio.sleep(LOCATE_EVERY)

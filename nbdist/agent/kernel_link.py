@@ -359,6 +359,7 @@ class KernelClient:
 
         `on_message` gets the worker's messages about tasks; for `on_lost` see `FrameConnection`.
         If the subscription is not confirmed within `SUBSCRIBE_TIMEOUT`, logs a warning and goes on.
+        Raises OSError if the worker no longer listens on its socket for tasks.
         """
         subscribed = asyncio.Event()
         # The worker takes its first connection for tasks, and the second for requests.

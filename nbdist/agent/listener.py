@@ -109,7 +109,8 @@ class Door:
     ) -> None:
         """Answer what comes from one connection, until this server or the other side closes it.
 
-        `task` runs this method.  Adds it to `_connections`, from which `_serve` removes it again.
+        `task` runs this method.  The method adds `task` to `_connections`, so that `close` can
+        cancel `task`, or refuses the connection.  `_serve` removes `task` again.
         """
         raise NotImplementedError
 
@@ -132,7 +133,9 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 class Listener(Door):
     """Answers one question on each connection.
 
-    At most `MAX_QUERY_CONNECTIONS` connections with the same kind of question are open at a time.
+    At most `MAX_QUERY_CONNECTIONS` connections with the same kind of question are open at a time; a
+    further question of this kind gets no answer.  If `MAX_QUERY_CONNECTIONS` connections have not
+    sent a question yet, the listener closes the oldest for a new connection.
 
     `add_ranks` adds the state of the ranks to the world's description; `read` fetches stacks, logs
     and secrets.  An agent of a world on several machines has no `link` and answers only `Describe`
@@ -161,9 +164,8 @@ class Listener(Door):
     ) -> None:
         """Read a question and answer it.
 
-        If the question is that of a notebook that attaches the world, the notebook keeps the
-        connection open as long as it has the world.  When the connection closes, the link to the
-        notebook is told.
+        A notebook that asks to attach keeps its connection open as long as it has the world.  When
+        the connection closes, this method calls `NotebookLink.attach_connection_closed`.
         """
         waiting = self._connections_of(None)
         if len(waiting) >= MAX_QUERY_CONNECTIONS:
@@ -242,9 +244,10 @@ AskStore = Callable[[store.Operation], Awaitable[store.StoreReply]]
 
 
 class StoreWindow(Door):
-    """Passes the store operations of this machine's workers on to the head's store, by `ask`.
+    """Passes the store operations of this machine's workers on to the head's store.
 
-    On each connection a worker must await the answer to an operation before it sends the next.
+    `ask` sends the head an operation and returns the answer.  On each connection a worker must
+    await the answer to an operation before the worker sends the next operation.
     """
 
     def __init__(self, runtime: Path, ask: AskStore) -> None:

@@ -63,7 +63,8 @@ class NotebookLink:
 
     `on_message` gets the messages of the notebook.  `shut_down` is called on SIGTERM, and if the
     notebook ends and the world does not have `detach`.  While the world is detached, `shut_down` is
-    called if it has no workers, or if `has_machines` says that it has no machines.
+    called if the world has no workers, or if `has_machines` returns a false value and no call is
+    pending.
     """
 
     problem = ""

@@ -148,9 +148,10 @@ class Backlog:
         self._queues[rank] = kept
 
     def _drop_other_output(self) -> None:
-        """Drop the oldest outputs of each rank, except text, down to its share of half the limit.
+        """Drop the oldest outputs of each rank, except text, until the rest fits the rank's share.
 
-        Some outputs are always kept, for example the last error of a cell.
+        All ranks have equal shares of half the limit.  Some outputs are always kept, for example
+        the last error of a cell.
         """
         share = self._max_other // 2 // len(self._queues)
         for rank, queue in self._queues.items():

@@ -50,8 +50,8 @@ OnExit = Callable[[int], None]
 class Children:
     """Reaps all children of the agent, adopted orphans too, and reports exits of expected children.
 
-    `before_reap` is called before children are reaped.  There the `Forker` reads the fork server's
-    messages, by which a worker that exits right after its fork becomes an expected child.
+    `before_reap` is called before children are reaped.  The `Forker` uses `before_reap` to read the
+    fork server's messages, so that a worker that has exited right after its fork is expected.
     """
 
     def __init__(self) -> None:
@@ -129,8 +129,8 @@ class WorkerProcess:
     async def exit_within(self, seconds: float) -> None:
         """Wait until the worker exits, but at most `seconds` of the worker's own time.
 
-        Own time leaves out waits for a processor (`OwnTime`), so on a busy machine this can take
-        longer, but at most `LONGEST_EXIT` seconds, or `seconds` if that is more.
+        Own time leaves out waits for a processor (`OwnTime`).  So on a busy machine this method can
+        take longer than `seconds`, but no longer than the greater of `seconds` and `LONGEST_EXIT`.
         """
         loop, own_time = asyncio.get_running_loop(), OwnTime(self.pid)
         deadline = loop.time() + max(seconds, LONGEST_EXIT)
@@ -263,7 +263,7 @@ class Forker:
     async def prepare(self) -> None:
         """Wait until a fork server has imported torch, and start one if necessary.
 
-        Raises ChildProcessError.
+        Raises ChildProcessError if the fork server cannot be started, exits, or does not answer.
         """
         if self._server is None:
             try:
@@ -326,9 +326,10 @@ class Forker:
     ) -> None:
         """Wait for an answer of the fork server; kill the fork server if it does not answer.
 
-        The fork server is killed if `is_open`, called after `timeout` seconds, says that the answer
-        is still missing.  This happens even if the caller was cancelled before.  Raises
-        ForkServerLost if there is no answer `EXIT_TIMEOUT` seconds later.
+        After `timeout` seconds, `is_open` must return True if the answer is still missing; the fork
+        server is then killed, so that later requests get a new fork server.  A cancellation of this
+        method does not prevent that.  Raises ForkServerLost if there is no answer `EXIT_TIMEOUT`
+        seconds after `timeout`.
         """
         server = self._server
 

@@ -141,7 +141,7 @@ def crash_calls(dump: str) -> tuple[FrameInfo, ...]:
 def frames_of(calls: tuple[FrameInfo, ...], task: Task | None) -> list[StackFrame]:
     """Return the calls as frames, in the same order.
 
-    A call in the cell that runs, which `task` has, gets the file name `Cell In[N]` and its source
+    A call in the cell of `task`, the running task, gets the file name `Cell In[N]` and its source
     line.  A call in another cell gets `Cell In[?]`.
     """
     cell = next((file for file, _, _ in reversed(calls) if CELL_FILE.search(file)), "")
@@ -158,8 +158,8 @@ def frames_of(calls: tuple[FrameInfo, ...], task: Task | None) -> list[StackFram
 def user_frames(frames: Iterable[StackFrame]) -> list[StackFrame]:
     """Return the frames of the user's code, outermost first; `frames` begins with the innermost.
 
-    The first returned frame is the cell.  If no frame is a cell, only the frames inside code that
-    runs cells (`CELL_RUNNER_FILES`) are returned.
+    The first returned frame is the cell's.  If no frame is a cell's, the frames inside the
+    innermost frame of `CELL_RUNNER_FILES`, the files that run cells, are returned.
     """
     outwards = list(frames)
     cells = [index for index, frame in enumerate(outwards) if frame.is_cell]

@@ -128,7 +128,7 @@ class Worker:
         """Start the worker's process, and wait until the worker's group is formed.
 
         Raises ChildProcessError if the process cannot be started or connected, or exits before its
-        group is formed.  Also raises other OSErrors.
+        group is formed.  If the reason is known, the error is a `Lack`, whose message says why.
         """
         try:
             self._kernel.write_connection_file()
@@ -388,8 +388,8 @@ class Worker:
     def _handle_input_request(self, request: InputRequest | ItemsWanted) -> None:
         """Emit a request of the worker for a typed line, or for items of `World.map`.
 
-        If Stop has interrupted the task, the worker gets the end of input instead.  If no task is
-        running, the request is refused.
+        If Stop has interrupted the task, the request is not emitted, and the worker gets the end of
+        input.  If no task is running, the worker gets an `InputReply` with `NO_CELL` as `problem`.
         """
         self.input_requests[request.number] = request
         if not self.task_id:
@@ -400,10 +400,11 @@ class Worker:
             self._emit_output(request)
 
     def _end_task(self, done: Done) -> None:
-        """Emit `done`, the end of the task, and before it an error that was not emitted yet.
+        """Emit `done`, the end of the task.
 
-        If the worker cannot take part in its group after the task (`done.unfit`), kill the worker;
-        then `Died` is emitted in place of `done`.
+        The task's error has usually been emitted already, from a message of its own; if not, emit
+        the error from `done` first.  If the worker cannot take part in its group after the task
+        (`done.unfit`), kill the worker; then `Died` is emitted in place of `done`.
         """
         if done.failure is not None and done.error_number not in self._errors_sent:
             self._emit_output(user_failure(done.failure))

@@ -179,7 +179,10 @@ class WorkerGroup:
             await self._store.open()
 
     async def _start_all(self) -> tuple[Worker, OSError] | None:
-        """Start all workers.  Return None, or the first worker that failed, with its error."""
+        """Start all workers; return None, or the failed worker of the lowest rank with its error.
+
+        If a worker fails, workers that are not ready yet are killed.
+        """
         workers = self.all.values()
         reports = [asyncio.create_task(self._report_progress(each)) for each in workers]
         try:
@@ -197,7 +200,7 @@ class WorkerGroup:
         self._report(Starting(sum(each.output.up.is_set() for each in self.all.values())))
 
     async def stop(self, grace: float) -> None:
-        """Stop all workers as `Worker.stop` does."""
+        """Stop all workers.  Idle workers have `grace` seconds to exit; all others are killed."""
         await self._stop_ranks(tuple(self.all), grace)
 
     async def _stop_ranks(self, ranks: Sequence[int], grace: float) -> None:
@@ -342,8 +345,8 @@ def interface_of(address: str) -> str:
 def problem_in(starts: Iterable[str], answers: Iterable[control.ControlReply | None]) -> str:
     """Return why ranks could not form their groups; "" if all ranks have formed them.
 
-    `starts` says why new workers did not start, and `answers` has the answers of the survivors.  If
-    one of several reasons is a reached limit of processes or threads, this reason is returned.
+    `starts` says why new workers did not start, and `answers` has the answers of the survivors.  A
+    reached limit of processes or threads is returned before any other reason.
     """
     problems = [*starts]
     for answer in answers:
@@ -445,7 +448,7 @@ class Rendezvous:
 
     @property
     def cancel_file(self) -> Path:
-        """The path at which a file is made to make ranks stop forming the present generation."""
+        """The file that the agent makes so that ranks stop forming the present generation."""
         return cancel_file(self._cancel_path, self.generation)
 
     def make_start(
@@ -453,8 +456,8 @@ class Rendezvous:
     ) -> WorkerStart:
         """Return the message that tells a new worker all that it needs to start.
 
-        `joins` has the existing groups, besides the world's own, that a worker which is started
-        later must join; None at the start of the world.
+        `joins` has the groups of a running world, besides the world's own, that the new worker must
+        join: the ranks of each group, by name.  At the start of the world, `joins` is None.
         """
         return WorkerStart(
             rank=rank,
@@ -488,10 +491,11 @@ class Rendezvous:
 class FormingCanceller:
     """Makes all workers stop forming their group when one of them cannot take part.
 
-    That is so if a survivor exits or does not form its groups, or if a new worker does not start.
-    `exits` has the future exits of the survivors; it is empty if all workers are new.  To call the
-    forming off, this object makes the file `file`: survivors that wait for others look for the file
-    and give up.  New workers are killed, because they do not look for the file in their first wait.
+    Such a worker is a survivor that exits or does not form its groups, or a new worker that does
+    not start.  `exits` has a future for each survivor, which is done when the survivor exits.  To
+    call the forming off, this object makes the file `file`.  Survivors that wait for others look
+    for the file and give up.  New workers are killed, because they do not look for the file in
+    their first wait.
     """
 
     def __init__(self, file: Path, exits: Sequence[asyncio.Future[int]] = ()) -> None:
@@ -523,10 +527,11 @@ class FormingCanceller:
         return await answer
 
     async def start(self, worker: Worker, timeout: float) -> OSError | None:
-        """Start a worker; return None, or why it failed or was not ready within `timeout` seconds.
+        """Start a worker; return None if the worker is ready, or why it failed.
 
-        A worker that is not ready in time is killed.  If a worker fails, the forming is called off
-        for all workers; for the other workers, the result is None.
+        A worker that is not ready within `timeout` seconds is killed, and counts as failed.  If a
+        worker fails, the forming is called off for all workers.  Other workers that are not ready
+        yet are then killed, too, and None is returned for them.
         """
         start = asyncio.ensure_future(worker.start())
         event = asyncio.ensure_future(self._event.wait())

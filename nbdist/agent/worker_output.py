@@ -119,8 +119,8 @@ class WorkerOutput:
     def emit(self, item: Output | work.TaskMessage | None) -> None:
         """Call `on_item` with an item at once; texts, prompts and typed lines are also logged.
 
-        Before the end of a task and before a prompt, the text that is still in the stderr pipe is
-        emitted.
+        An item of None stands for a message that shows nothing, and is ignored.  Before the end of
+        a task and before a prompt, the text that is still in the stderr pipe is emitted.
         """
         match item:
             case None:
@@ -230,7 +230,10 @@ class Merger(Generic[M]):
         }
 
     def receive_stdout(self, data: bytes, now: float) -> None:
-        """Add bytes from the worker's file descriptor 1: text of both streams, and marks."""
+        """Add bytes from the worker's file descriptor 1, which has marks and text.
+
+        The text is that of stdout and of Python's stderr, in the order of writing.
+        """
         *pieces, last = self._pattern.split(self._partial_mark + data)
         cut = self._cut_off.search(last, max(0, len(last) - work.LONGEST_MARK))
         end = cut.start() if cut else len(last)
@@ -343,10 +346,10 @@ ATTEMPT_FOLDER = re.compile(r"attempt_\d+", re.ASCII)
 class WorkerLog:
     """Appends to `stdout.log` and `stderr.log` of one rank, with about `limit` bytes for each.
 
-    Half of the bytes are in the file and half in the earlier file (`.1`).  A `limit` of 0 means no
-    limit.  Text is written to the file at once, so `tail -f` shows it, and it is not lost if a
-    process dies.  After a failed write, there is one warning and no more log in this folder; tasks
-    go on.
+    The present file and the earlier file (`.1`) may each have half of `limit`.  A `limit` of 0
+    means no limit.  Text is written to the file at once, so `tail -f` shows it, and it is not lost
+    if a process dies.  After a failed write, there is one warning and no more log in this folder;
+    tasks go on.
     """
 
     def __init__(self, folder: Path | None, limit: int = 0) -> None:
@@ -406,7 +409,7 @@ class WorkerLog:
 
 
 class _File:
-    """A log file that becomes the earlier file, and begins again, at about `share` bytes.
+    """A log file which, at about `share` bytes, is renamed to `earlier_file` and begun again.
 
     With a `share` of 0 the file grows without a limit.
     """
@@ -524,9 +527,10 @@ def drop_old_runs(root: Path) -> None:
 
 
 def _claimed_in(folder: Path) -> Iterator[Path]:
-    """Yield the folders of worlds' logs below `folder`: for a world named `a/b`, `a` and `a/b`.
+    """Yield the folders below `folder` that nbdist has made for worlds' logs, outer folders first.
 
-    Folders that nbdist has not made, or that the user has copied or renamed, are left out.
+    For a world named `a/b` nbdist makes two folders, `a` and `a/b`.  Folders that the user has
+    copied or renamed are left out.
     """
     for each in folder.iterdir():
         file, name = each / folders.LOCK_FILE, os.fsencode(each.name)
