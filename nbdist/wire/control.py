@@ -1,8 +1,9 @@
-"""The agent's requests to a worker's control thread, and the answers; also while a task runs.
+"""The agent's requests to a worker's control thread, which answers even while a task runs.
 
 Agents send the requests (`nbdist.agent.worker`), and `nbdist.worker.control` answers them.
 Requests and answers are pickled, and have a connection of their own.  Users' code runs in the
-worker, so the agent makes only objects of the classes in `ControlReply` (`answer_from`).
+worker, so an agent does not trust the answers: `answer_from` makes only objects of the classes in
+`ControlReply`.
 """
 
 from __future__ import annotations
@@ -152,9 +153,9 @@ class Check:
 class StartDebugger(NamedTuple):
     """Start the rank's debugger (debugpy), which waits for the agent's connection.
 
-    The worker listens on a Unix socket at the path `debugger_socket`.  Answered by `Failed` if
-    debugpy is not installed, if user code has started debugpy, or if the last session has not ended
-    in time.
+    Answered by `Ok` once the worker listens on a Unix socket at the path `debugger_socket`.
+    Answered by `Failed` if debugpy is not installed, if user code has started debugpy, or if the
+    session of an earlier connection does not end in time.
     """
 
     debugger_socket: str
@@ -211,9 +212,9 @@ class ReleaseSteps(NamedTuple):
 class Regroup(NamedTuple):
     """Connect the world's group and the groups in `members` again, with the same ranks as before.
 
-    `members` has by name the ranks of each group, besides the world's own, of which at least one
-    survivor is a member.  Once the groups are connected, the worker adopts the environment
-    variables in `environ`.
+    `members` has, by name, the ranks of each group that survivors have besides the world's own; the
+    worker ignores groups without its rank.  Once the groups are connected, the worker adopts the
+    environment variables in `environ`.
     """
 
     generation: int
@@ -310,7 +311,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Ok:
-    """The answer to a request that has not failed, and for which there is no value to return."""
+    """The answer to a request that has succeeded without a value to return."""
 
 
 InspectReply = Completions | Description

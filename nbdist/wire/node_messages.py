@@ -243,7 +243,8 @@ class Form(PartRequest[Formed]):
 class CallOff(PartRequest[None]):
     """Call off a `StartPart` or `Form` that is in progress, so that its ranks wait no longer.
 
-    `generation` counts how often the world's group was formed; the ranks stop forming this one.
+    `generation` counts the attempts to form the world's group.  The agent does nothing if it is in
+    another attempt than this `generation`.
     """
 
     generation: int

@@ -27,9 +27,9 @@ CELL_FILE = re.compile(r"/ipykernel_\d+/\d+\.py$")
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective that a rank has begun, with its `number` in its group.
+    """The last collective that a rank has begun, as the rank's status shows it.
 
-    `began_ns` is in nanoseconds since 1970.
+    `number` is the collective's number in its group.  `began_ns` is in nanoseconds since 1970.
     """
 
     name: str
@@ -43,11 +43,12 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A collective that a rank has begun in its cell, with its `number` in its `group`.
+    """A collective that a rank has begun in its cell, for comparing it with those of other ranks.
 
-    The other fields describe its tensors, but only those that must be alike on all ranks of the
-    group.  For two tensors, `sizes` is a text such as `[2] [3, 4]`, and `elements` a text such as
-    `2 12`.  `dtypes` has torch's names of their dtypes in C++, such as "Float".
+    `number` is the collective's number in its `group`.  The other fields describe its tensors, but
+    only those that must be alike on all ranks of the group.  For two tensors, `sizes` is a text
+    such as `[2] [3, 4]`, and `elements` a text such as `2 12`.  `dtypes` has torch's names of their
+    dtypes in C++, such as "Float".
     """
 
     group: str

@@ -73,9 +73,10 @@ class Attach:
 class WorldInfo:
     """The description of a world, or of one machine's part of a world.
 
-    `workers` and `name` are not set before the first start.  The last four fields are set only in
-    the answer to `DescribeRanks`.  The agent of one of several machines describes that machine's
-    part: it sets `name` only in the answer to `DescribeRanks`, and never sets `workers`.
+    `workers` and `name` are not set before the first start.  `notebook_name`, `backend`, `at` and
+    `ranks` are set only in the answer to `DescribeRanks`.  If a world has several machines, the
+    agent of each describes its machine's part: it sets `name` only in the answer to
+    `DescribeRanks`, and never sets `workers`.
     """
 
     version: str  # the version of nbdist

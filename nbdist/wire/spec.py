@@ -39,8 +39,8 @@ class Difference(NamedTuple):
     def why(self) -> str:
         """A text for error messages that says that the versions must match.
 
-        They must because a function that was pickled by another version of Python can crash the
-        process that calls it.
+        A function that was pickled by another version of Python can crash the process that calls
+        the function.
         """
         return f"functions and values go to the same minor version of {self.what} only"
 
@@ -244,7 +244,8 @@ class WorkerStart:
     def debugger_socket(self, number: int) -> str:
         """Return the unix socket on which the worker waits for an agent that opens its debugger.
 
-        `number` is unique in the agent.  Up to 9999 the path is no longer than `task_socket`.
+        `number` is unique in the agent.  Up to 9999 the path is no longer than `task_socket`, and
+        so short enough for Linux.
         """
         return self.connection_file.removesuffix(".json") + f".d{number}"
 
@@ -258,7 +259,7 @@ def cancel_file(path: str | Path, generation: int) -> Path:
 
 
 def moved_path(path: str, old: str, new: str) -> str:
-    """Return the path with `new` in place of the folder `old`; other paths are unchanged."""
+    """Return `path` with `new` in place of the folder `old`; outside of `old`, return `path`."""
     if path == old or path.startswith(f"{old}/"):
         return new + path[len(old) :]
     return path
@@ -364,8 +365,8 @@ MULTI_RANK_NCCL = (2, 30)
 def check_nvls(backend: str, environ: Mapping[str, str], *, shared: bool) -> str:
     """Return a warning for the user about the value of NCCL_NVLS_ENABLE in `environ`.
 
-    Return "" if the variable is 0 or not set, or if the backend does not use nccl.  `shared` is
-    True if ranks share a GPU or have slices of one.  Raises UsageError if it is True and the
+    Returns "" if the variable is 0 or not set, or if the backend does not use nccl.  `shared` is
+    True if ranks share a GPU or have slices of one.  Raises UsageError if `shared` is True and the
     variable is 1, because NCCL would refuse to connect such ranks.
     """
     value = environ.get("NCCL_NVLS_ENABLE", "0")

@@ -46,7 +46,8 @@ the number of the last message that the sender has read."""
 class FrameKind(Enum):
     """The kind of a transmission, in its header.
 
-    Only after the header of a MESSAGE, or of an ENDED from an agent, further frames follow.
+    Further frames follow the header of a MESSAGE, or of an ENDED to the head.  Other headers are
+    sent alone.
     """
 
     MESSAGE = b"m"
@@ -54,8 +55,8 @@ class FrameKind(Enum):
     AGAIN = b"a"
     """From an agent that has connected again: the head must send the kept messages again."""
     ENDED = b"e"
-    """From an agent: the agent whose identity follows has ended.  To an agent: the head has given
-    up the link to this agent."""
+    """If sent to the head: the agent whose identity follows has ended.  If sent to an agent: the
+    head has given up the link to this agent."""
 
 
 class Mismatch(Exception):
@@ -105,8 +106,9 @@ class Numbered:
         """Read the header of a transmission, and drop the kept messages that it acknowledges.
 
         Returns the kind of the transmission.  Returns None for a message that the caller must
-        ignore, because its number is not the next one.  Raises BadFrame for an unreadable header,
-        and Mismatch; both leave the state as it was.
+        ignore, because its number is not the next one.  Raises BadFrame if the header is
+        unreadable, and Mismatch if it acknowledges more than was sent; the header then has no
+        effect.
         """
         try:
             sign, number, read = HEADER.unpack(header)
@@ -203,9 +205,8 @@ class Receiving:
     async def copy_segments(self, refs: Iterable[SegmentRef]) -> str:
         """Copy segments to this process, and wait for the copies.
 
-        Return "" if memory suffices for all copies, and otherwise a message that says why it does
-        not.
-        A segment that is gone, or that was dropped meanwhile, is no error: `places` then lacks it.
+        Returns "", or a message if there is too little memory for a copy.  A segment that is gone,
+        or that was dropped meanwhile, is no error, but `places` then lacks the segment.
         """
         futures = []
         for ref in refs:

@@ -94,7 +94,7 @@ class Surroundings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Which attempt of a task this is: `number`, from 0 on.
+    """The number of an attempt of a task, 0 for the first attempt.
 
     `most` is how often the task may be sent again after a failure (`--max-restarts`).
     """
@@ -194,7 +194,8 @@ class InputReply(NamedTuple):
 
     For an `InputRequest`, `text` is the typed line, or None for the end of input, and `problem`
     says why nobody can type.  For `ItemsWanted`, `items` has the next items of `World.map` as pairs
-    of index and payload, and `text` is "", or None if the rank gets no further items.
+    of index and payload, and `text` is "", or None if the rank gets no further items.  For a
+    `CatchUp`, only `number` is set.
     """
 
     number: int
