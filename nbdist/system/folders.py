@@ -66,8 +66,7 @@ def nearest_folder(path: str) -> str:
 def make_private(folder: Path) -> None:
     """Make a folder, and missing folders above it, so that only this user can open them.
 
-    Does nothing if the folder exists, or if a file has its name.  Raises OSError if a folder cannot
-    be made.
+    Does nothing if the path exists, even as a file.  Raises OSError if a folder cannot be made.
     """
     if not folder.is_dir():
         make_private(folder.parent)
@@ -143,8 +142,8 @@ def claim(folder: Path) -> int:
     """
     flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW
     file = _lock(open_private(folder / LOCK_FILE, flags), fcntl.LOCK_SH)
-    # Write only after locking: `remove` spares a folder whose lock file is empty, because it may be
-    # made and not locked yet.
+    # Write only after locking: `remove` spares a folder whose lock file is empty, because such a
+    # file may have been made and not been locked yet.
     os.write(file, os.fsencode(folder.name))
     return file
 

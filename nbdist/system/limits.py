@@ -209,7 +209,7 @@ def control_groups(
 def _upwards(mounted: Path, root: str, path: str | None) -> Iterator[Path]:
     """Yield the folder of the group `path`, and the folders above it up to the mount point.
 
-    The group `root` is mounted at the folder `mounted`.
+    The group `root` is mounted at the folder `mounted`.  With None as `path`, nothing is yielded.
     """
     if path is None:
         return

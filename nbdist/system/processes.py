@@ -612,9 +612,10 @@ class Child:
 
 
 def find_leftovers(lines: Sequence[str]) -> str:
-    """Return what a process has left behind, as the last line of its log that says so; or "".
+    """Return what a process reports in its log as left behind; "" without such a report.
 
-    Such a line begins with `LEFT_BEHIND`; the rest of it is returned.
+    `lines` are the lines of the log.  The report is the rest of the last line that begins with
+    `LEFT_BEHIND`.
     """
     return next(
         (line.removeprefix(LEFT_BEHIND) for line in [*lines][::-1] if line.startswith(LEFT_BEHIND)),
