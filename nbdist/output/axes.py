@@ -53,9 +53,9 @@ class Axis(NamedTuple):
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
-        """The ticks as numbers with labels, in rising order; none if two labels would be equal.
+        """The ticks as numbers with labels, in rising order.
 
-        There are also none if there is room for only one.
+        An axis has no ticks if two labels would be equal, or if there would be only one tick.
         """
         marks = self._powers() if self.is_log else self._multiples()
         is_readable = len({text for _, text in marks}) == len(marks) >= 2
@@ -108,8 +108,9 @@ def label(value: float, unit: float) -> str:
 def with_axes(image: str, down: Axis, across: Axis, edge: float) -> str:
     """Put the labels of the ticks of two axes left of a picture and below the picture.
 
-    `edge` is the share of the picture's height that is above the highest number, and again below
-    the lowest one.  The labels keep their places if the picture shrinks on a narrow page.
+    `edge` is the height of the margin above the highest number, and of the margin below the lowest
+    number, each as a share of the picture's height.  The labels keep their places if the picture
+    shrinks on a narrow page.
     """
     beside = [(edge + (1 - down.share(at)) * (1 - 2 * edge), text) for at, text in down.ticks[::-1]]
     below = [(across.share(at), text) for at, text in across.ticks]

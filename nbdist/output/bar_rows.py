@@ -26,7 +26,8 @@ class BarRows:
         # and its length.  The keys are the bars' names and totals, or numbers from `set_removed`.
         self._removed: dict[object, tuple[int, Bar, int]] = {}
         # By row: the name and total of the first bar drawn in the row, the progress with which that
-        # bar began, and the row from which a line of text has moved the bar, or -1.
+        # bar began, and the bar's earlier row if a program has printed text there and then drawn
+        # the bar again below the text, or -1.
         self._first_drawn: dict[int, tuple[tuple[str, str], float, int]] = {}
         # Rows of `by_row` whose bars a program has erased by writing to other rows (`drop_lowest`).
         self._erased_rows = set[int]()
@@ -38,7 +39,7 @@ class BarRows:
 
         If a bar was drawn again further down, below a line of text, return only its last row.
         `at_cursor` is the row of the cursor and its bar, if the row has a bar.  `is_ended` returns
-        True for a row that a program has ended with a newline, and for a row that is not kept.
+        True for a row that a program has ended with a newline or that the screen has dropped.
         """
         in_rows = {row: bar for row, bar in self.by_row.items() if row not in self._erased_rows}
         if at_cursor:
@@ -59,12 +60,11 @@ class BarRows:
         return kept[::-1]
 
     def _is_over(self, row: int, bar: Bar, later: int, is_ended: Callable[[int], bool]) -> bool:
-        """Return True if `bar` of row `row` is over, because row `later` has a new bar of its name.
+        """Return True if row `later` has a new bar with the name of `bar`, which is then over.
 
-        The bar in row `later` is new if it began with less progress than `bar` has.  It is not new
-        if it is `bar` itself, which a line of text has moved down.  Returns False if `bar` is still
-        in its row and no newline has ended the row (`is_ended`), since the program may go on with
-        the bar.
+        A bar is new if it began with less progress than `bar` has.  Return False if `later` has
+        the same bar, drawn again below a line of text.  Also return False if `bar` is still in row
+        `row` and no newline has ended the row (`is_ended`): the program may draw the bar again.
         """
         if self.by_row.get(row) == bar and not is_ended(row):
             return False
@@ -81,17 +81,20 @@ class BarRows:
         self.drop_removed(bar)
 
     def pop_row(self, row: int) -> int:
-        """Forget the bar of a row that a program begins to write, and return 0 in most cases.
+        """Forget the bar of a row that a program begins to write; return the length of a cut bar.
 
-        The stored row lacks spaces at its end.  If tqdm has cut the bar directly after a space,
-        return the length of the bar with that space.
+        A bar that tqdm has cut after a space is longer than the stored row, which lacks the space.
+        For all other rows, return 0.
         """
         self.by_row.pop(row, None)
         self._erased_rows.discard(row)
         return self.cut_widths.pop(row, 0)
 
     def set_removed(self, bars: Iterable[Bar], row: int) -> None:
-        """Record bars of other screens as if text had replaced each of them in row `row`."""
+        """Record bars that a new screen takes from other screens (`Screen.joined`).
+
+        The bars have no rows in the new screen, so they count as replaced by text in row `row`.
+        """
         self._removed = {number: (row, bar, 0) for number, bar in enumerate(bars)}
         self.has_been_drawn = bool(self._removed)
 
@@ -113,12 +116,12 @@ class BarRows:
         self._removed.pop((bar.name, bar.total), None)
 
     def drop_lowest(self, width: int, first: int, width_of: Callable[[int], int]) -> None:
-        """Drop the lowest bar of `width` characters, because a program has tried to erase it.
+        """Drop the lowest bar of `width` characters, which a program has tried to erase.
 
-        A program erases a nested bar by as many spaces as the bar has characters.  If lines of text
-        have moved its bars down, the spaces are written to a row without a bar.  The bar that the
-        program means is one that text has replaced, or one in row `first` or below.  `width_of`
-        returns the number of characters of a row.
+        A program erases a nested bar by as many spaces as the bar has characters.  After it has
+        printed lines of text, its bars are in lower rows, and the spaces hit a row without a bar.
+        Only bars in row `first` or below, and bars that text has replaced, can be dropped.
+        `width_of` returns the number of characters of a row.
         """
         candidates: list[tuple[int, object]] = [
             (row, key) for key, (row, _, bar_width) in self._removed.items() if bar_width == width
@@ -136,10 +139,12 @@ class BarRows:
     ) -> tuple[Bar | None, int, int]:
         """Parse the text drawn in a row: a bar, and perhaps other text behind the bar.
 
-        Return the bar, its length, and the index at which the text behind the bar begins.  Both
-        numbers are 0 if there is only a bar.  The bar is None if the row has no bar, or most likely
-        no text behind its bar: the slow parse is not needed then.  `before` is the length of the
-        previous drawing.  With `has_older`, characters of an older drawing follow the text.
+        Return the bar, its length, and the index at which the text behind the bar begins; both
+        numbers are 0 if the row has only a bar.  If the row has no bar, the bar is None and both
+        numbers are 0.  The same is returned for most rows with only a bar, to save a slow parse.
+
+        `plain` is the text drawn last, and `before` is the length of the drawing before it.  With
+        `has_older`, characters of an older drawing follow `plain` in the row.
         """
         end, is_first = end_of_bar(plain), row not in self._first_drawn
         is_cut_longer = not end and len(plain) > before and is_cut(plain)
@@ -162,11 +167,10 @@ class BarRows:
         return bar, end, max(end, before) if is_erased else end
 
     def _record_first_drawn(self, row: int, key: tuple[str, str], position: float) -> None:
-        """Record with which progress the first bar in this row began.
+        """Record which bar is the first in row `row`, and with which progress the bar began.
 
-        `key` identifies the bar, and `position` is its progress now.  If a line of text has moved
-        the bar from another row to this row, record the progress with which the bar began in the
-        other row.
+        `key` is the bar's name and total, and `position` its progress now.  If the bar was in
+        another row until text replaced it there, it began with its first progress in that row.
         """
         self.has_been_drawn = True
         moved_from = -1

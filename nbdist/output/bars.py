@@ -75,8 +75,9 @@ class RankBars(NamedTuple):
 
 
 class LeftBar(NamedTuple):
-    """An earlier bar of some ranks, which stood at the same position when each last drew it.
-    `rate` and `other_text` are merged from the bars of all these ranks.
+    """A bar that some ranks no longer draw, and that all of them left at the same position.
+
+    `rate` and `other_text` are merged from the bars of all `ranks`.
     """
 
     ranks: tuple[int, ...]
@@ -103,11 +104,11 @@ class BarTable(NamedTuple):
     more: int = 0
 
     def share(self, bars: RankBars) -> float | None:
-        """Return which share of a row's bar is drawn as filled; None if it is not known.
+        """Return the share of a row's bar that is drawn as filled; None if the share is unknown.
 
         If the bar is nested and the total of the outermost bar is known, the share is that of the
-        outermost bar.  If ranks are in different epochs, the share is of all these epochs, so that
-        ranks in an earlier epoch have shorter bars.
+        outermost bar.  If rows have bars of different epochs, the drawn bar spans these epochs, so
+        a rank in an earlier epoch has a shorter filled part.
         """
         share = bars.bar.fraction
         if bars.around and number_of(bars.outer.total):
@@ -121,8 +122,8 @@ class BarTable(NamedTuple):
 def current_bars_of(output: RankTranscript, *, with_full: bool = True) -> RankBars | None:
     """Return a rank's current bar and the bars around it; None if there is none.
 
-    Also return None if the cell has failed on the rank.  Without `with_full`, a full bar, or the
-    bar of a rank that has finished, counts only if the rank has printed nothing below it.
+    Also return None if the cell has failed on the rank.  Without `with_full`, also return None if
+    the rank has printed text below its bar, and the bar is full or the rank has finished the cell.
     """
     if output.state in FAILED:
         return None
@@ -161,9 +162,9 @@ def _recent_bars(screen: Screen, first: int) -> list[tuple[int, Bar]]:
 
 
 def _edited_bar(screen: Screen) -> Bar | None:
-    """Return the bar in the row of the cursor, where even a text such as `63 %` counts as a bar.
+    """Return the bar that a program has drawn by overwriting the last row; None if there is none.
 
-    Returns None if the row has no bar, is not the last row, or was not overwritten.
+    In an overwritten row even a text such as `63 %` counts as a bar.
     """
     if not screen.is_edited or screen.cursor != screen.end - 1:
         return None
@@ -171,7 +172,10 @@ def _edited_bar(screen: Screen) -> Bar | None:
 
 
 def _all_current_bars(transcript: Transcript, *, with_full: bool = True) -> list[RankBars]:
-    """Return the current bars of all ranks, or [] if no rank that still runs has one."""
+    """Return the current bars of all ranks; [] if all ranks with a bar have finished the cell.
+
+    `with_full` is as in `current_bars_of`.
+    """
     current_bars = (current_bars_of(each, with_full=with_full) for each in transcript)
     current = [*filter(None, current_bars)]
     return current if any(transcript[bars.rank].state == "running" for bars in current) else []

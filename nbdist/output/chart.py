@@ -243,10 +243,10 @@ def is_same(low: float | None, high: float | None) -> bool:
 def headline(name: str, curve: Curve, bands: Bands) -> str:
     """Return a curve's newest numbers: `loss median 0.12 · step 99 · 0.11 to 0.13 on 4 ranks`.
 
-    The numbers are of the last step for which all ranks have numbers.  If some rank is much further
-    than this step, or if a rank has NaN, they are of the last step of any rank.  If several steps
-    were merged to a point, the line says that the number is a mean.  The numbers are of the newest
-    run, whose ranks `bands` compares; of earlier runs the line has only the count.
+    The line is about the newest run, whose ranks `bands` compares, and only counts earlier runs.
+    The numbers are those of the last step that all ranks have tracked.  If a rank is much further,
+    or if a rank has NaN or infinity, the numbers are those of the last step of any rank.  If a
+    point has several steps, the line says that the number is their mean.
     """
     run, earlier = curve.last, len(curve.runs) - 1
     end_of_line = f" · {count(earlier, 'earlier run')}" if earlier else ""

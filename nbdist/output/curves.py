@@ -55,12 +55,15 @@ class Series:
         return self.columns[0][-1]
 
     def step_from(self, step: float) -> float:
-        """Return the step of the first point at or after `step`, or of the last point if none."""
+        """Return the step of the first point at or after `step`, or else of the last point."""
         steps = self.columns[0]
         return steps[min(bisect_left(steps, step), len(steps) - 1)]
 
     def finite_until(self, step: float) -> CurvePoint:
-        """Return the last point with finite numbers up to `step`, or the first one after it."""
+        """Return the last finite point up to `step`, or else the first finite point after `step`.
+
+        A point is finite if any of its numbers is finite.
+        """
         finite = self.columns[1]
         end = bisect_right(self.columns[0], step)
         indexes = (at for at in chain(reversed(range(end)), range(end, len(self))) if finite[at])
@@ -77,10 +80,10 @@ class Series:
     def merge_points(self, begin: float, end: float) -> CurvePoint:
         """Return one point for all points from step `begin` up to but not including step `end`.
 
-        At least the first point at or after step `begin` is included.
+        The first point at or after step `begin` is included, even if it begins at `end` or later.
 
-        A worker that sends its numbers late merges more steps into a point than other workers do.
-        Numbers of ranks can be compared only if they are merged over the same steps.
+        Before ranks are compared, the points of each rank are merged over the same steps, since a
+        worker that sends its numbers late has merged more steps into a point than other workers.
         """
         first = bisect_left(self.columns[0], begin)
         points = map(self._point, range(first, max(first + 1, bisect_left(self.columns[0], end))))
@@ -185,8 +188,9 @@ class Curve:
     def add_points(self, rank: int, task_id: str, points: Iterable[CurvePoint], ranks: int) -> None:
         """Add points of a rank.
 
-        The rank's first points belong to the run that was the newest when the task began.  If there
-        are very many `ranks` in all, each rank keeps fewer points.
+        The first points of a rank belong to the run that was the newest when the task began, since
+        other ranks may have begun newer runs in this task.  If there are very many `ranks` in all,
+        each rank keeps fewer points.
         """
         if task_id != self._last_task[0]:
             self._last_task = task_id, max(self.runs, default=0)
@@ -233,8 +237,8 @@ class Curves:
         """
         curves = dict(tracked.curves)
         for name, counted in tracked.counted.items():
-            # If a thread goes on tracking after its task, the task id is "": the steps continue the
-            # steps of that task.
+            # A thread that tracks numbers after its task has the task id "".  The thread's steps
+            # continue the steps of the name's last task.
             if name not in self._first_steps or task_id not in ("", self._first_steps[name][0]):
                 self._first_steps[name] = task_id, self._step_counts.get(name, 0)
             first = self._first_steps[name][1]

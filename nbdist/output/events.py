@@ -116,9 +116,10 @@ class Failure(NamedTuple):
     """An exception that was raised on the rank, and that has in most cases ended the cell there.
 
     `traceback` has ANSI colours.  `kinds` are the exception's class and its bases, as
-    `module:qualified.name`.  `connections` is "ended" if the connections to other ranks were closed
-    because collectives were aborted or a rank died, and "timed out" if gloo closed the connections
-    after a collective's timeout.  If memory ran out, the lines of `account` say what used it.
+    `module:qualified.name`.  `connections` is "ended" if an abort or another rank has closed the
+    connections of this rank, "timed out" if gloo closed them because a collective took too long or
+    a machine could not be reached, and "" for all other exceptions.  If memory ran out, the lines
+    of `account` say what used it.
     """
 
     name: str
@@ -211,8 +212,8 @@ class Done:
     changed: tuple[str, ...] = ()  # files of imported modules, edited since their import
     gone: frozenset[str] = frozenset()  # the names that the task has deleted
     received: bool = True  # False if the task ended before the names sent with it were bound
-    # The bytes of the last value if the rank keeps the value; 0 if the value is neither kept nor
-    # sent; None in all other cases.
+    # If the cell's last value is not in `values`: the value's bytes if the rank keeps the value,
+    # or else 0.  None if the value was sent, is None, or was not wanted.
     kept: int | None = None
     # The kinds of modules, optimizers and tensors, by name; see `nbdist.values.payload`.
     kinds: Mapping[str, int] = field(default_factory=dict)
@@ -363,7 +364,7 @@ MIN_STEP_WIDTH = 1e-9
 
 MOVED_TYPE, RECORD_TYPE = "nbdist_moved", "nbdist_record"
 TRACKED_TYPE, WARNED_TYPE = "nbdist_tracked", "nbdist_warned"
-"""Types of Jupyter messages that carry a `TransferProgress`, `Record`, `Tracked` or `Warned`."""
+"""The types of Jupyter messages with a `TransferProgress`, `Record`, `Tracked` or `Warned`."""
 
 TOPIC = b"nbdist"
 """The ZeroMQ topic of messages from workers to their agent, which subscribes to it."""

@@ -141,7 +141,8 @@ def key_of(text: str) -> OutputDigests:
 WITHOUT_REFERENCES = 2
 """The version of marshal's format that writes a repeated object again, instead of a reference.
 
-References depend on which parts are the same object, so equal JSON could be written differently.
+With references, equal JSON could give different bytes, since its equal parts may or may not be one
+object.
 """
 
 
@@ -217,7 +218,7 @@ NUMBER = (
 # --- parsing progress bars ---------------------------------------------------------------------
 
 BAR_SIGNS = ("%|", "it/s", "s/it", "━━━━━", "[=====")
-"""Signs of which nearly every bar has one and few other texts do, for a check before parsing."""
+"""Only a text with such a sign is parsed; nearly every bar has a sign, and few other texts do."""
 
 LONGEST_BAR = 2000
 """The most characters of a row that can be a progress bar."""
@@ -319,11 +320,11 @@ def read_bar(text: str, *, is_edited: bool = False) -> Bar | None:
 
 
 def read_row(text: str, *, is_edited: bool) -> Bar | None:
-    """Parse a row of a terminal as a progress bar that fills the row; None if it is no such bar.
+    """Parse a whole row of a terminal as a progress bar; None if the row is no bar.
 
-    A row that does not have the form of tqdm's bars counts as a bar only if it was overwritten
-    (`is_edited`), since people also print lines that look like bars.  If such a row has other text
-    too, the bar must be finished, since the text may have been printed behind a running bar.
+    A bar that does not have the form of tqdm's bars counts only if its row was overwritten
+    (`is_edited`), since people also print lines that look like bars.  If the row has other text
+    too, that bar counts only if it is finished: text beside a running bar may be printed text.
     """
     if len(text) > LONGEST_BAR or not any(sign in text for sign in BAR_SIGNS):
         return None

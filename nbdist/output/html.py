@@ -49,7 +49,8 @@ from nbdist.words import count, format_ranks, name_ranks
 FOOT_SECONDS = 10
 """The seconds without a new drawing after which a panel's foot says when it was last updated.
 
-A panel is no longer drawn in a page that was reloaded while the cell runs.
+The foot is for people who have reloaded the page while the cell runs: from then on the page gets no
+new drawings.
 """
 
 _COLOURS: dict[DisplayState, str] = {

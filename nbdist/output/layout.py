@@ -98,10 +98,11 @@ def live_layout(
 
     `waits` is a line that says which ranks wait where, and `usage` says which resources the ranks
     use.  `clock` is the time of day, by which people recognize a panel that is no longer drawn.
+    `note` is a line at the end of the panel.  `pool` is "" for the default pool.
 
     If many ranks differ, only failed ranks and ranks that wait for input have blocks; other ranks
-    share rows by their last line.  Blocks of ranks that wait for input come last.  The very last
-    block is that of the rank that the input box asks for now (`turn`), next to the box.
+    share rows by their last line.  Blocks of ranks that wait for input come last.  `turn` is the
+    rank to which the input box belongs now; its block is the very last, next to the box.
     """
     bars = bar_table(transcript)
     groups = [
@@ -145,10 +146,11 @@ def waits_for_input(group: AlikeRanks) -> bool:
 def _live_blocks(
     transcript: Transcript, groups: Sequence[AlikeRanks], *, is_many: bool
 ) -> tuple[PanelBlock, ...]:
-    """Return the blocks of a running cell, one for each group.
+    """Return a block for each group of a running cell, with the last lines of the group.
 
-    If there are many groups (`is_many`), a block has the last lines of ranks that have failed.
-    Otherwise a block that the final layout will close has only one line.
+    The block of ranks that wait for input has the most lines.  With `is_many`, blocks of other
+    ranks, all of which have failed, have few lines.  Without `is_many`, a block has a single line
+    if the final layout will close the block.
     """
     blocks, room = [], _OPEN_LINES
     for group in groups:
@@ -197,8 +199,9 @@ def final_layout(
 ) -> Panel:
     """Lay out a cell that has finished, or a cell that still runs, as it is at the time `now`.
 
-    `logs` has the log file of each rank.  If the panel `is_on_page`, the page itself shows displays
-    that a panel cannot embed, below the panel.  So blocks with only such displays are left out.
+    `logs` has the log file of each rank, and `note` is a line at the end of the panel.  If the
+    panel `is_on_page`, the page itself shows displays that a panel cannot embed, below the panel.
+    So blocks with only such displays are left out.  `pool` is "" for the default pool.
     """
     logs = logs or {}
     shown = _base_panel(transcript, now, pool)._replace(pace=_pace(transcript), note=note)
@@ -406,11 +409,11 @@ def items_of(
 ) -> tuple[PanelItem, ...]:
     """Return the displays and the last `limit` lines of a group, in the order of the output.
 
-    In a finished cell `Hidden` items replace lines that are left out.  In a running cell each
-    display counts as a line, and older outputs are left out.  Only the newest figure is always
-    shown; a remark replaces each other figure among the last `limit` lines.
+    In a finished cell all displays are returned, and `Hidden` items replace lines that are left
+    out.  In a running cell (`is_live`) each display counts as a line, and older outputs are left
+    out, except for the newest figure.  A remark replaces each older figure that is not left out.
 
-    With `bars`, for a group of one rank, the rows of progress bars count as lines.
+    With `bars`, rows of progress bars count as lines; the group must be a single rank.
     """
     items: list[PanelItem] = []
     has_figure = False

@@ -69,10 +69,11 @@ PanelItem: TypeAlias = list[ScreenLine] | RichDisplay | Hidden | str
 
 
 class PanelBlock(NamedTuple):
-    """A part of a panel with the output of alike ranks, below a title with `words`.
+    """A part of a panel with the output of alike ranks, below a title.
 
-    `failed` is the error of the ranks in one line, and `traceback` has the parts of the error's
-    traceback that are shown.
+    `words` are texts for the title beside the ranks, such as `same` or `3 lines`.  `failed` is the
+    error of the ranks in one line, and `traceback` has the parts of the error's traceback that are
+    shown.
     """
 
     group: AlikeRanks

@@ -60,7 +60,7 @@ class RichDisplay(NamedTuple):
 
     @classmethod
     def of(cls, display: events.Display) -> RichDisplay:
-        """Return a display with its digests, which are kept, since its content may be large."""
+        """Return a display with its digests, computed only here, since its content may be large."""
         # The digests leave out `is_result`: a panel shows results and displays in the same way.
         data = {kind: value for kind, value in display.data.items() if kind != "text/plain"}
         if WIDGET in data:  # the model's id differs on each rank, also for alike widgets
@@ -118,7 +118,7 @@ class RankTranscript:
 
     @property
     def error(self) -> events.RankError | None:
-        """The failure or the death of the process, whichever was earlier; None for neither."""
+        """The rank's failure, or its process's death if that was earlier; None without an error."""
         if self.failure is None or self.died is None:
             return self.failure or self.died
         return self.failure if self.failure.time_ns <= self.died.time_ns else self.died
@@ -234,7 +234,7 @@ class RankTranscript:
         return "".join(f"{strip(line.text)}\n" for line in lines if line.stderr is stderr)
 
     def receive(self, output: events.Output, now: float) -> None:
-        """Add an output of the rank, and raise `version` if the output may change the panel."""
+        """Add an output of the rank; increase `version` if the output may change the panel."""
         self.begin(now)
         self.version += self._apply(output, now)
 

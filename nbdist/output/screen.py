@@ -31,8 +31,8 @@ MAX_LINE_LENGTH = 16_000_000
 KEEP_CHARACTERS = 48_000_000
 _LONGEST_ESCAPE = 4096
 _LONGEST_JUMP = 10_000
-# The number of newest rows that are expected to change, as the rows of nested progress bars do.  An
-# older row can change too, but then `key` must compute the digest of all kept rows again.
+# The newest rows often change, as those of nested progress bars do, so the digest of this many rows
+# is not stored.  If a program changes an older row, the digest of all kept rows is computed again.
 _UNSETTLED = 64
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")

@@ -41,7 +41,7 @@ from nbdist.words import name_ranks
 SHOWN_OF_ALL, SHOWN_AT_LEAST = 256 << 20, 4 << 20
 """The most characters of displays that all ranks together keep, and that each rank may always keep.
 
-With very many ranks, `SHOWN_AT_LEAST` for each rank is in sum more than `SHOWN_OF_ALL`.
+With very many ranks, all ranks together may keep more than `SHOWN_OF_ALL`.
 """
 
 MAX_WARNINGS = 4
@@ -413,10 +413,11 @@ def _merge_but_numbers(
 
 
 _Words: TypeAlias = tuple[tuple[object, ...], tuple[tuple[str, bool | bytes], ...]]
-"""How a rank has ended, and its lines and displays without numbers.
+"""How a rank has ended, and a pair for each of its lines and displays.
 
-Beside the text of a line there is True for stderr and False for stdout.  Beside the text of a
-display there is b"", or, if the display is a figure or a long text, its digest beside "".
+A line is a pair of its text without numbers, and True for stderr or False for stdout.  A short text
+display is a pair of its text without numbers, and b"".  Any other display is a pair of "" and its
+digest.
 """
 
 
@@ -446,10 +447,9 @@ def _words(output: RankTranscript, max_lines: int, *, is_exact: bool = False) ->
 
 
 def _text_with_sets(entry: TranscriptEntry) -> str:
-    """Return the text of a line or a short text display, without colours.
+    """Return the text of a line or a short text display, without colours; "" for other output.
 
-    Only in such a text, a set can replace numbers that differ between ranks.  Return "" for a
-    figure, for a display with a long text, and for lines that are only in the log.
+    If numbers in the text differ between ranks, the panel can show sets instead of the numbers.
     """
     match entry:
         case ScreenLine(text=text):

@@ -201,9 +201,9 @@ def _frames(rows: Iterable[str]) -> Iterator[list[str]]:
 def shorten_traceback(text: str, max_rows: int, width: int = 2000) -> list[TracebackPart]:
     """Split a traceback into parts, with about `max_rows` visible rows of about `width` characters.
 
-    If more rows would be visible, the others are dropped, and a row `… 26 lines …` says how many.
-    The first row and the last rows are kept, and two rows of the first call, which is mostly in the
-    cell: its first row and the row with the arrow.
+    If more rows would be visible, some are dropped, and a row `… 26 lines …` says how many.  The
+    first row and the last rows are kept.  The first call is mostly in the cell, so the first row of
+    this call, and its row with the arrow, are kept too.
     """
     # On a page of 700 pixels the 75 characters of IPython's rows would take two rows each.
     parts = split_traceback(_HEADER.sub(rf"{'-' * 66}\1", text))
