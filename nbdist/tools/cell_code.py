@@ -339,9 +339,10 @@ def names_read_at_once(text: str) -> frozenset[str]:
     """Return the names that code reads, assigns or deletes outside of the bodies of functions.
 
     Names that are only bound by `def`, `class` or `import` are left out.  The body of a function or
-    lambda runs later, so the exported script may bind the names in it after the definition.
-    Defaults are evaluated at the definition, and until Python 3.13 annotations too: both are
-    included in every version, except for the annotations of generic functions.
+    lambda runs later, so the exported script may bind the names in the body after the definition.
+    Names in the defaults and annotations of a function are included, since Python evaluates them at
+    the definition; Python 3.14 evaluates only the defaults there.  The annotations of generic
+    functions are left out.
     """
     names, waiting = set[str](), list[Any](ast.parse(text).body)
     while waiting:

@@ -1,7 +1,8 @@
 """`%dist_diff` compares a value over the ranks, part by part.
 
 Runs in the notebook's process.  Ops in the workers (`nbdist.tools.diff_op`) describe the values;
-`Comparison`, which is pure, finds the differences.  `--watch` (`nbdist.tools.watch`) uses it too.
+`Comparison`, which is pure, finds the differences; `--watch` (`nbdist.tools.watch`) uses
+`Comparison` too.
 """
 
 from __future__ import annotations

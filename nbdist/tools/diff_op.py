@@ -129,7 +129,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Return True for a DTensor that is not replicated: each rank has another part of it."""
+    """Return True for a DTensor that is not replicated, so that each rank has a part of its own."""
     return not all(place.is_replicate() for place in getattr(tensor, "placements", ()))
 
 
@@ -155,10 +155,12 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def fold(data: torch.Tensor) -> torch.Tensor:
     """Reduce bytes on a device to few numbers, of which the CPU then makes a digest.
 
-    The bytes are laid out as a table of words.  Return a weighted sum of each row, which is 2 bytes
-    per KiB, and the words and bytes that are left over.  Each word of a row is multiplied by an odd
-    factor of its own, modulo 2**64.  So a change of one word always changes the sum of its row, and
-    changes of several words hardly ever cancel each other.
+    The bytes are laid out as a table of words.  The returned tensor has a weighted sum of each row,
+    then the words and bytes after the last full row.  The sums have 2 bytes for each KiB of `data`.
+
+    Each word of a row is multiplied by an odd factor of its own, modulo 2**64.  So a change of one
+    word always changes the sum of its row, and changes of several words hardly ever cancel each
+    other.
     """
     if data.storage_offset() % 4:
         data = data.clone()

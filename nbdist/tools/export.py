@@ -242,8 +242,9 @@ class Composer:
 
     Imports and definitions of the notebook come first, with values that they read while they are
     defined, such as defaults of arguments.  The cells follow in the order in which they last ran.
-    Before each cell the script binds the variables that the cell uses or that were sent until then.
-    A small value is written as it was when it was sent, any other value as it is now.
+    Before each cell the script binds the variables that the cell uses, and all variables that tasks
+    had sent by then.  A small value is written as it was when it was sent, any other value as it is
+    now.
     """
 
     def __init__(
@@ -325,9 +326,11 @@ class Composer:
     def _record_missing(self, title: str, text: str, available: set[str]) -> None:
         """Record the names that a section of the script uses before the script has bound them.
 
-        Add all names of the section to `available`, so that each is recorded only once.  The
-        section of definitions has the title "".  Names that only the bodies of its functions read
-        are not missing if cells or values bind them later.
+        `title` is the title of a cell, or "" for the section of definitions.  `available` has the
+        names of earlier sections, and gets the names of this section, so that a missing name is
+        recorded only once.  If a name of `_IN_PLACE` is missing, its replacement is added to the
+        section.  In the section of definitions, a name that only the bodies of functions read is
+        not missing if a cell or value binds the name later.
         """
         text = "\n".join([*([POSTPONED] if self._is_postponed else []), *self._lines, text])
         used, bound = names_used(text), names_bound(text)
@@ -433,12 +436,12 @@ class Composer:
         return isinstance(self._names.namespace.get(name), list | dict | set)
 
     def _write_value(self, name: str, sent: Mapping[str, SentName], *, is_used: bool) -> None:
-        """Write a value before a cell, unless the script has already bound it to the same version.
+        """Write a value before a cell, unless the script has already bound the same version.
 
         `sent` has the variables that tasks had sent before the cell, and `is_used` says whether the
-        cell itself uses the name.  A small value is written as it was when a task sent it, any
-        other value as it is now.  If no such task is recorded, as for a variable that a set-up cell
-        has brought to new workers, a small value is written as it is now, too.
+        cell itself uses the name.  A small value is written as it was when a task sent it.  All
+        other values are written as they are now: big values, and values that no recorded task has
+        sent, such as those that a set-up cell has brought to new workers.
         """
         origin, record = self._origins.get(name), sent.get(name)
         if origin is None or self._written.get(name, self) is record:
@@ -471,7 +474,7 @@ class Composer:
 
 
 def _without_submodules(version: object) -> object:
-    """Return a version without the submodules that the version of a module contains.
+    """Return the version of a value (see `Sent.version`), but without the submodules of a module.
 
     With submodules, the versions of a module would differ if cells used different submodules.
     """
@@ -482,9 +485,10 @@ def _without_submodules(version: object) -> object:
 
 
 def _atom(version: object) -> str | None:
-    """Return the value that a version contains, as code; None if the value is not small.
+    """Return a small value as code, from its version (see `Sent.version`).
 
-    The version of a small value is the name of its type and its text.
+    The version of a small value has the name of its type and its text.  Return None for the version
+    of any other value.
     """
     match version:
         case (str(kind), str(text)) if kind != "module":

@@ -35,9 +35,9 @@ def begin(context: Context, names: Sequence[str]) -> None:
 
 
 def end(context: Context) -> tuple[str, ...]:
-    """Stop tracking, and return the names of the numbers in the logs.
+    """Stop tracking; return the names of all logged numbers, also of numbers that were not tracked.
 
-    All tracked names are returned.  Once there are `MAX_SEEN` names, other names are left out.
+    Once there are `MAX_SEEN` names, further names that were not tracked are left out.
     """
     return _stop()
 

@@ -228,7 +228,10 @@ def row_picture(slices: Sequence[TimeSlice | None]) -> str:
 
 
 def _runs(slices: Iterable[TimeSlice | None]) -> Iterator[tuple[int, list[TimeSlice]]]:
-    """Yield runs of slices, all recorded or all not, each with the number of its first slice."""
+    """Yield runs of neighbouring slices, each run with the number of its first slice.
+
+    The slices of a run are all recorded or all unrecorded.  Slices that are None are left out.
+    """
     numbered = ((number, part) for number, part in enumerate(slices) if part is not None)
     # `number - at` changes after a gap, in which the rank did not run: the gap begins a new run.
     keyed = ((number - at, number, part) for at, (number, part) in enumerate(numbered))

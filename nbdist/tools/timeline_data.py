@@ -3,10 +3,10 @@
 `nbdist.tools.timeline` calls it in the notebook's process; pure, so without I/O.  The records come
 from `nbdist.tools.timeline_op` in the workers.
 
-Waits in Python code are measured; they include the communication itself.  Waits in C++ code are
-assumed: a rank that begins a collective waits until the last rank begins it, unless the rank has
-another record before that.  So if a backward goes on computing after its last collective has begun,
-the time until the last rank begins that collective counts as waiting.
+Waits in Python code are measured; they include the communication itself.  Waits in C++ code are not
+measured.  So a rank is assumed to wait from when it begins a collective until the last rank begins
+the collective, unless the rank has another record in that time.  If a rank goes on computing after
+a collective has begun, as at the end of a backward, that computing counts as waiting.
 """
 
 from __future__ import annotations

@@ -42,9 +42,9 @@ Elements of all other dtypes count as one byte.
 
 
 def timeline(context: Context) -> RankTimes:
-    """Return when the last cell ran on this rank, waited for other ranks, and began collectives.
+    """Return when this rank ran its last cell, waited for other ranks, and began collectives.
 
-    If no cell has run, `began_ns` is 0.
+    If the rank has run no cell, `began_ns` is 0.
     """
     cell = CELL_TIMES
     newest = takewhile(

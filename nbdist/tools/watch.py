@@ -297,9 +297,9 @@ class Divergence:
     def _first_difference(self, values: Iterable[Stepped]) -> Stepped | None:
         """Return the first step at which ranks began to differ in a fact, with the fact's values.
 
-        Return None if the ranks have always been equal, or have always differed.  But if already
-        the first comparison has found that parts differ, ranks count as equal before it, so that
-        every fact in which they differ is named.
+        Return None if the ranks have always been equal, or have always differed.  However, if parts
+        differ already in the first comparison, a fact that has always differed may be the cause, so
+        return its first step.
         """
         was_equal = not any(step < self.step for step, _ in self._facts)
         for step, by_rank in values:

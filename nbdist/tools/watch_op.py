@@ -290,7 +290,7 @@ class RankWatch:
                 self._seen.hook(self._targets[expression], self._names, self.compare_due_buffers)
 
     def _prepare(self) -> None:
-        """Start to record which modules run if the next step will be compared, or stop it."""
+        """Record which modules run in the next step, but only if that step will be compared."""
         is_next = self.step == 0 or (self.step + 1) % self._every == 0
         self._seen.note_modules(on=is_next and not self._is_over)
 
