@@ -14,9 +14,9 @@ from nbdist.agent.fork_server import start_guarded
 COMMANDS_GRACE = 3.0
 """Seconds for `srun` and similar commands to exit, with their agents, after the head has exited.
 
-The head's guard sends SIGTERM to commands that still run then, and waits this time once more before
-it kills them. The guard also kills a head that still runs `AGENT_GRACE` + 2 * `COMMANDS_GRACE`
-seconds after its notebook has exited, unless the world has the option `detach`.
+The head's guard then sends SIGTERM to commands that still run, and kills them `COMMANDS_GRACE`
+seconds later. If the head itself does not exit within `AGENT_GRACE` + 2 * `COMMANDS_GRACE` seconds
+after its notebook, the guard kills the head, unless the world has the option `detach`.
 """
 
 

@@ -309,8 +309,9 @@ def find_route(ticket: Ticket, number: int = -1) -> Way:
 
     All addresses are tried at once. Once an address has answered, the others have `ORDER_GRACE`
     seconds more, because a better address may answer later: on the head's own machine, addresses of
-    container bridges answer quickly, but other machines cannot reach them. Raises NoWay if no
-    address answers within `WAY_TIMEOUT` seconds.
+    container bridges answer quickly, but other machines cannot reach them. `number` is the number
+    of the agent's node, or -1 if the head has to choose a number. Raises NoWay if no address
+    answers within `WAY_TIMEOUT` seconds.
     """
     return asyncio.run(_find_route(ticket, number))
 

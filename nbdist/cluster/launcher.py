@@ -54,7 +54,10 @@ class LauncherProcess(ABC):
         """Return a descriptor that becomes readable when the process has ended."""
 
     def exit_code(self) -> int | None:
-        """Return the exit code of the process; None while it runs, and by default."""
+        """Return the exit code of the process; None while the process runs.
+
+        The default is None, which also means that the exit code is not known.
+        """
         return None
 
     def last_lines(self) -> list[str]:
@@ -249,8 +252,10 @@ _FAILURE_REASONS = {
     r"(?:exec: )?(\S+): Permission denied": "{0} cannot be executed there: {named_by}",
     r"^nbdist: (.*)": "{0}",
 }
-"""Patterns of what ssh, a shell, Python or nbdist writes if no agent starts, each with the reason
-that the user is shown."""
+"""The reasons that users are shown if no agent starts, each by a pattern of the error message.
+
+The messages come from ssh, a shell, Python or nbdist.
+"""
 
 
 def why_refused(host: str, lines: Sequence[str], command: str = "") -> str:

@@ -102,7 +102,7 @@ class Node:
             del self._pending[number]
 
     def resolve_request(self, number: int, reply: Reply) -> None:
-        """Let the call of `ask` that has sent request `number` return this reply of the agent.
+        """Store the agent's reply to request `number`, which the waiting call of `ask` returns.
 
         Does nothing if the call no longer waits.
         """
@@ -326,9 +326,9 @@ def mismatch(name: str, hello: NodeHello, here: Versions) -> str:
 
 
 def targets(nodes: Sequence[Node]) -> Mapping[int, tuple[ProbeTarget, ...]]:
-    """Return to which other machines each node tries to connect, by the number of the node.
+    """Choose other machines for each node, to test whether the node can connect to them.
 
-    Each node tries at most `REACHED` of the others.
+    Returns up to `REACHED` machines for each node, by the number of the node.
     """
     everyone = [ProbeTarget(node.name, node.facts.address, node.facts.port) for node in nodes]
     return {

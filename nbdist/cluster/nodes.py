@@ -61,7 +61,8 @@ class NodePool:
 
     `nodes` has the machines by number, also lost ones. The pool calls `on_message` with each
     message of a node after the first (`NodeHello`), `on_lost` when a node is lost, and `on_joined`
-    when a node joins after the start. It calls `notify` with the names of all silent nodes.
+    when a node joins after the start. While nodes are silent, the pool calls `notify` again and
+    again with their names, and at last with no names.
     """
 
     def __init__(
@@ -102,11 +103,11 @@ class NodePool:
         return [node for _, node in sorted(self.nodes.items()) if not node.lost]
 
     def can_serve(self, config: WorldConfig) -> bool:
-        """Return True if the present nodes can be used for a new world with this configuration.
+        """Return True if the present nodes can be used for a new world with the given `config`.
 
-        Returns False if it requests other machines, if fewer than `min_nodes` nodes are present, or
-        if nodes are missing that cannot join any more. If it requests the same machines, the
-        configuration becomes the pool's `config`.
+        Returns False if `config` requests other machines, if fewer than `config.min_nodes` nodes
+        are present, or if nodes are missing and no node can join any more. If `config` requests the
+        same machines, the pool adopts it as its own `config`, even if the result is False.
         """
         if _machine_options(config) != self._machine_options:
             return False
@@ -448,7 +449,7 @@ class Awaited:
     def can_start_without_rest(self, room: Mapping[str, int]) -> bool:
         """Return True if the world can start with the nodes in `room`, although others are missing.
 
-        `room` is as for `is_complete`.
+        `room` says for how many workers each node has room, by the name of the node.
         """
         return 0 < self.least <= len(room) and not self.invitation
 

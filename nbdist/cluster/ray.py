@@ -48,7 +48,10 @@ TOKEN_WANTED = (
     "the Ray cluster takes only whom it knows by its token: set RAY_AUTH_MODE=token before the "
     "notebook begins, and have the token in ~/.ray/auth_token or in RAY_AUTH_TOKEN"
 )
-"""A message that is shown in place of Ray's own, which is in Ray's log or longer than a line."""
+"""The message that users are shown if the cluster wants a token.
+
+Ray's own message is longer than a line, or only in Ray's log.
+"""
 
 Ended = tuple[int, int, list[str]]
 """The number of an agent that has ended, its exit code, and the last lines that it has written."""
@@ -337,8 +340,9 @@ class AgentActor:
     """The actor that Ray starts on a node to run the node's agent.
 
     When the agent exits, `run` returns. When the actor ends, the agent's stdin is closed, and the
-    agent exits. Ray pickles this class with all names of this module that it uses. They must work
-    without nbdist, which the interpreter of the actor may lack; only the agent's must have it.
+    agent exits. Ray pickles this class and all objects of this module that the class uses. So none
+    of them may use other modules of nbdist: the actor's interpreter may lack nbdist, and only the
+    agent's interpreter must have it.
     """
 
     def __init__(self) -> None:

@@ -53,11 +53,12 @@ The field is `tcpi_last_data_recv`, the milliseconds since the last byte has com
 class _Line:
     """The head's end of the link to one agent.
 
-    `numbered` keeps sent messages until the agent has acknowledged them. `lost_for` is None, or the
-    seconds since the connection was lost. Seconds in which the head was paused do not count, since
-    the head has not read yet which agents have reconnected in the pause. `_fd` is libzmq's
-    descriptor of the connection. A later connection may get the same descriptor, so `_peer` has the
-    agent's address, which that connection does not have.
+    `numbered` keeps sent messages until the agent has acknowledged them. `lost_for` has the seconds
+    since the connection was lost, or None while the agent is connected. Seconds in which the head's
+    process was paused do not count, because the agent may have reconnected in the pause, of which
+    the head reads later. `_fd` is libzmq's descriptor of the connection. Once the connection is
+    closed, that of another agent may get the same descriptor: `_peer`, the agent's address, tells
+    the two apart.
     """
 
     numbered: Numbered = field(default_factory=Numbered)

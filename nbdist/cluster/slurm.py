@@ -428,7 +428,8 @@ def _wait_for_end(poller: select.poll) -> None:
 def cancel(number: str) -> str:
     """Cancel a job, and wait until Slurm has ended it or is ending it.
 
-    Returns "", or a message that the job may still run if this takes longer than `CANCEL_TIMEOUT`.
+    Returns "". If this takes longer than `CANCEL_TIMEOUT`, returns a message which says that the
+    job may still run.
     """
     deadline = time.monotonic() + CANCEL_TIMEOUT
     while (state := _squeue(number, "%T")) not in _FINAL_JOB_STATES:

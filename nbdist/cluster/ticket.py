@@ -120,9 +120,10 @@ def connect_with(socket: zmq.Socket[Any], ticket: Ticket) -> None:
 def _set_heartbeats(socket: zmq.Socket[Any], link_timeout: float) -> None:
     socket.ipv6 = True
     socket.heartbeat_ivl = round(BEAT_INTERVAL * 1000)
-    # By this timeout an agent notices that its head is lost. The head itself finds lost agents
-    # earlier (`NodeServer`). libzmq would be wrong after a pause of the head's process: it looks at
-    # the clock before it reads the heartbeats that have arrived meanwhile.
+    # By this timeout an agent notices that its head is lost. The head finds lost agents earlier, by
+    # other means (`NodeServer`). With a shorter timeout, libzmq would drop connections after each
+    # pause of the head's process, because libzmq looks at the clock before it reads the heartbeats
+    # that have arrived in the pause.
     socket.heartbeat_timeout = round(AGENTS_WAIT * link_timeout * 1000)
     # While a message is sent only in part, as when the cable is pulled during a big value, libzmq
     # neither sends heartbeats nor notices that they are missing. TCP_MAXRT, which is Linux's

@@ -40,10 +40,10 @@ class _Waiting:
 
 @dataclass
 class _Held:
-    """The end of a rank's task, `done`, which waits until the values that it returns have arrived.
+    """The end of a rank's task, `done`, held back until the head has the values of the task.
 
-    `refs` are the segments with these values, on the node. The rank's later outputs wait, too, so
-    that their order is kept.
+    `refs` are the segments with these values in the node's shared memory. Later outputs of the rank
+    are held back too, so that the order of the outputs is kept.
     """
 
     node: int
