@@ -166,10 +166,10 @@ class RankWatch:
         self._within[:] = [*takewhile(lambda each: each is not optimizer, self._within), optimizer]
 
     def _end_step(self, optimizer: Any, *_: object) -> None:
-        """Count a step of the optimizer whose steps are counted; ignore steps of other optimizers.
+        """Count a step that `optimizer` has ended, if this optimizer is the one that is counted.
 
-        That optimizer is the first with a watched parameter that makes a step.  A step inside of
-        another optimizer's step does not count, as in ZeroRedundancyOptimizer.
+        The counted optimizer is the first with a watched parameter that makes a step.  A step
+        inside of another optimizer's step does not count, as in ZeroRedundancyOptimizer.
         """
         self._within[:] = takewhile(lambda each: each is not optimizer, self._within)
         if self._within:
