@@ -169,8 +169,9 @@ class BarRows:
     def _record_first_drawn(self, row: int, key: tuple[str, str], position: float) -> None:
         """Record which bar is the first in row `row`, and with which progress the bar began.
 
-        `key` is the bar's name and total, and `position` its progress now.  If the bar was in
-        another row until text replaced it there, it began with its first progress in that row.
+        `key` is the bar's name and total, and `position` its progress now.  If text has replaced
+        the bar in another row, and the bar goes on in row `row`, the recorded progress is that with
+        which the bar began in the other row.
         """
         self.has_been_drawn = True
         moved_from = -1

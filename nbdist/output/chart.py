@@ -226,7 +226,7 @@ def number_text(number: float | None) -> str:
 
 
 def step_text(step: float) -> str:
-    """Return a step as `1,200`, but a step up to 100 with its fraction, if any, as `0.25`."""
+    """Return a step rounded, as `1,200`; a step up to 100 has its fraction, as `0.25`."""
     return f"{round(step):,}" if abs(step - round(step)) < 1e-6 or step > 100 else f"{step:.4g}"
 
 

@@ -279,7 +279,10 @@ class Bar(NamedTuple):
         return self.fraction is not None and self.fraction >= 1
 
     def is_before(self, later: Bar) -> bool:
-        """Return True if `later`, of the same name and total, can be a later state of this bar."""
+        """Return True if `later` can be a later state of this bar, by its progress and time.
+
+        Callers must have compared the names and totals of the two bars.
+        """
         is_later = later.position >= self.position
         return not self.is_finished and is_later and (later.elapsed or 0) >= (self.elapsed or 0)
 

@@ -271,9 +271,8 @@ def _value_rows(
 ) -> tuple[PanelRow, ...]:
     """Return a row for each group if every group shows only a short value, and () otherwise.
 
-    Also return () if there are too many groups.  In a cell with progress bars and few ranks
-    (`is_loop`), also return () as soon as a group has printed a line.  `is_live` says whether the
-    cell still runs.
+    Also return () if there are too many groups.  With `is_loop` (`_is_loop`), printed lines are no
+    short values, only displays are.  With `is_live`, ranks that still run can have a short value.
     """
     if len(groups) > _MAX_VALUES or (is_loop and any(group.line_count for group in groups)):
         return ()

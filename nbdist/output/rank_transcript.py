@@ -324,9 +324,9 @@ class RankTranscript:
         return display is not None
 
     def replace_lost_widgets(self, model_ids: Collection[str]) -> bool:
-        """Replace the displays of widgets whose models are lost by lines of text.
+        """Replace each display of a widget by a text, if the widget's model is in `model_ids`.
 
-        Return True if the rank had such a display.
+        These models ended with their ranks.  Return True if a display was replaced.
         """
         has_changed = False
         for position, piece in enumerate(self.pieces):

@@ -630,7 +630,10 @@ def fold_errors(errors: Sequence[RankError]) -> RankError | None:
 
 
 def later_errors_text(errors: Mapping[int, RankError], first: int) -> list[str]:
-    """Return lines on how other ranks failed: `ranks 1-3: the same`, `rank 4: OSError: 5`."""
+    """Return lines on how other ranks failed: `ranks 1-3: the same`, `rank 4: OSError: 5`.
+
+    `first` is the rank whose error is shown above these lines.
+    """
     keys_by_rank = {
         rank: _alike_keys(each, error_keys(rank, each)) for rank, each in errors.items()
     }

@@ -222,5 +222,5 @@ def shorten_traceback(text: str, max_rows: int, width: int = 2000) -> list[Trace
 
 
 def traceback_rows(text: str, lines: int) -> list[str]:
-    """Return the visible rows of a shortened traceback, such as `… 5 calls in torch`."""
+    """Return about `lines` rows of a traceback: those that `shorten_traceback` leaves visible."""
     return [row for part in shorten_traceback(text, lines) for row in part.visible_rows]
