@@ -55,11 +55,13 @@ REASONS: dict[RunTarget, dict[str, str]] = {
         " ldir lx less more man"
     },
 }
-"""The line magics that do not always run only on the ranks, by `RunTarget` and then by the reason.
+"""Line magics by the place where they run, and then by the reason for that place.
 
-A "command" runs once, in the notebook: if each rank ran it, each would copy or remove the same
-files.  It runs on the ranks if its output is assigned to a variable, if it fills in a variable of
-the ranks such as `{path}`, or if it fills in a name that occurs in the lines above it.
+Any other line magic runs on the ranks, unless only the notebook has the magic (`SideRules`).
+
+A "command" runs once, in the notebook: if each rank ran the command, each would copy or remove the
+same files.  The command runs on the ranks if its output is assigned to a variable, or if the name
+in `{path}` or `$path` is a variable of the ranks or occurs in the lines above.
 """
 
 CELLS_HERE = {
@@ -175,9 +177,10 @@ def _rank_parts(lines: list[str], first: int, end: int) -> list[CellPart]:
 
 
 def _magics(lines: list[str], side: SideRules) -> Iterator[tuple[int, int, RunTarget]]:
-    """Yield the first line, the line after the last, and the target of the notebook's magics.
+    """Yield the place and the target of each top-level magic or command that the notebook runs.
 
-    These are the top-level magics and commands with the target "here" or "both".
+    The place is the index of the magic's first line, and the index after its last line.  The target
+    is "here" or "both".
     """
     remaining, end = [*lines], 0
     while True:
@@ -311,7 +314,7 @@ class AutoCells:
     ) -> Any:
         """Let IPython's `store_inputs` (`original`) store the cell as it was typed.
 
-        It would store the code that ran in place of the cell.
+        Otherwise `original` would store the code that ran in place of the cell.
         """
         mode = self._mode
         if source_raw is None or not mode.running or source_raw.rstrip() != mode.running.rstrip():

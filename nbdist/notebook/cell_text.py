@@ -158,9 +158,9 @@ def transform_first_lines(lines: list[str], *, local_is_plain: bool = True) -> l
     error.
 
     `%%rank[0,1]` of nbdistributed becomes `%%rank 0,1`.  `%%distributed -h` without more lines,
-    which IPython refuses, becomes `%dist_help distributed`.  `%%local` becomes a comment if
-    `local_is_plain`.  In a terminal it stays, since a terminal would run a cell without a cell
-    magic as soon as its first line is complete.
+    which IPython refuses, becomes `%dist_help distributed`.  With `local_is_plain`, `%%local`
+    becomes a comment, so that the cell is a plain cell.  A terminal needs `%%local` itself: the
+    terminal would run a cell without a cell magic as soon as the first line is complete.
     """
     if place := find_misplaced_magic(lines):
         name, number = place
@@ -283,8 +283,8 @@ class CellSyntaxError(UsageError, SyntaxError):
 def check_source(shell: InteractiveShell, first_line: str, cell: str) -> str:
     """Return the cell as Python, with its magics transformed.
 
-    `first_line` is the line of the cell's magic, "" in auto mode.  Raises CellSyntaxError if the
-    cell is not Python, and the errors of `check_magics`.
+    `first_line` is the line of the cell's magic, "" in auto mode; errors count it as line 1.
+    Raises CellSyntaxError if the cell is not Python, and the errors of `check_magics`.
     """
     source = in_notebook_lines(first_line, cell)
     try:
@@ -309,7 +309,7 @@ def has_code(cell: str) -> bool:
 
 
 def names_training(cell: str) -> bool:
-    """Return True if a cell's text has a name of DDP or FSDP, or the word `optim`."""
+    """Return True if a cell probably trains: its text has a name of DDP or FSDP, or `optim`."""
     return bool(_TRAINING.search(cell))
 
 
@@ -403,9 +403,10 @@ def refuse_magic(shell: InteractiveShell, name: str, text: str) -> None:
     """Raise the error that a cell magic is below other code.
 
     This function is registered as a line magic, since IPython takes `%%distributed` in the middle
-    of a cell for a line magic named `%distributed`.  `text` has the line's number if
-    `transform_first_lines` has replaced the cell.  That function was not called for the cell that
-    loads nbdist, so the line is searched here.
+    of a cell for a line magic named `%distributed`.  `text` is such as "at line 3" if
+    `transform_first_lines` has replaced the cell.  `text` is "" if the statement with the cell
+    magic has loaded nbdist, since IPython had transformed that statement before; then the line is
+    searched here.
     """
     cell = [*shell.history_manager.input_hist_raw][-1]  # type: ignore[union-attr]
     place = find_misplaced_magic(cell.splitlines(keepends=True))

@@ -71,8 +71,8 @@ def source_steps(
     """Run a cell on workers and show its output; if there are no workers, start them first.
 
     `first_line` is the line of the cell's magic, "" in auto mode.  `options` are the magic's
-    options.  The generator yields and is sent the same as `follow_steps`; at its end it returns the
-    cell's result or error.
+    options.  The generator returns the cell's result or error; `follow_steps` tells which values it
+    yields and is sent.
     """
     cell = as_magic(pool.shell, cell, pool.world if pool.has_workers else None)
     python = check_source(pool.shell, first_line, cell)
@@ -152,10 +152,10 @@ def attempt_steps(
 ) -> CellSteps:
     """Run a cell and show its output; return its result, or the error of the last attempt.
 
-    The generator yields and is sent the same as `follow_steps`.  It returns the error, since a
-    generator cannot raise StopIteration, which a rank may have raised.  `pack` makes the plan of
-    what is sent with the cell.  `setup` identifies a cell that new workers will run too; "" for
-    other cells.
+    `follow_steps` tells which values the generator yields and is sent.  The error is returned and
+    not raised, since a generator cannot raise StopIteration, which a rank may have raised.  `pack`
+    plans which variables are sent with the cell.  `setup` is the id or the text of a cell that new
+    workers will run too, and "" for other cells.
 
     With `--max-restarts`, each attempt gets the notebook's variables as the first attempt did, even
     if a failed attempt has bound their names on the ranks.  Restarted ranks are sent the variables
@@ -187,7 +187,8 @@ def outcome_of(
 ) -> CellResult[Any] | BaseException:
     """Return the result or the error of a cell that has ended.
 
-    The error of a job is added to the job's panel, since no cell raises it.
+    The error of a job is also added to the job's panel, since the cell that sent the job does not
+    raise the error.
     """
     try:
         check_end(pool, world, running)
@@ -202,9 +203,9 @@ def outcome_of(
 def make_shipment(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shipment:
     """Return the variables and changes to send with a cell, as a shipment.
 
-    `pack` makes the plan of what to send, by `names`, which knows what each rank has.  If the plan
-    has a question, ranks are first asked which of the question's objects they have changed.  Ranks
-    that run a job are not asked: they could answer only after the job.
+    `pack` plans what to send by the table `names` of what each rank has.  If the plan has a
+    `SendQuestion`, ranks are first asked which objects they have changed.  Ranks that run a job are
+    not asked, because they could answer only after the job.
     """
     send_plan = pack(names)
     if (question := send_plan.question) is not None:
@@ -265,8 +266,8 @@ def follow_steps(
     """Follow a task step by step, until all its ranks have finished or Stop has ended the waiting.
 
     Yields `running` after each step.  Callers send the longest time in seconds that the next step
-    may wait for output, or None for the usual time.  If the task is a job, a cell waits for it only
-    in the steps for which this time is above 0.
+    may wait for output, or None for the usual time.  For a job, a time above 0 says that a cell
+    waits for the job now, and 0 or None that no cell waits.
 
     Stop ends the waiting if it is pressed again, or if ranks have not reacted to it in time.  The
     task's output is shown in `display`, unless it is None.  If a rank reads input, an input box
@@ -409,8 +410,9 @@ def bind(
 ) -> TaskRun:
     """Run `task`, which brings values to ranks; if it succeeds, run `work`, which binds the values.
 
-    A display shows the output of `task`, but not of `work`.  `shipped` has by rank the names and
-    objects that the rank is sent.
+    Returns the run of `work`.  Raises the error of `task` or of `work`.  A display shows the output
+    of `task`, but not of `work`.  If the values are the notebook's, `shipped` has by rank the names
+    and objects that `work` binds there.
     """
     machines = world.engine.rank_table.machines
     for running in bind_steps(world.engine, task, work, shipped):

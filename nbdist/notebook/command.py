@@ -155,17 +155,17 @@ class MagicResult:
 
 
 Returned = CommandOutput | MagicResult | str | None
-"""The result of a magic's function: the output to show, a value to bind, or None."""
+"""The result of a magic's function: an output or text to show, a value for the cell, or None."""
 
 
 @dataclass(frozen=True, repr=False)
 class Command:
     """A magic of nbdist; the function `run` is called with a `MagicCall`.
 
-    `looks` are the options with which the magic changes nothing.  With such an option it may run in
-    a subshell while a cell runs.  "" among the options means that the magic never changes anything.
-    `split` divides the magic's line.  If `in_a_line`, the cell magic is a line magic too.
-    `short_for` is the call that a short form stands for, "" for other magics.
+    `looks` are the options with which the magic changes nothing, so that it may run in a subshell
+    while a cell runs; "" among them means that the magic never changes anything.  `split` divides
+    the magic's line.  If `in_a_line`, the cell magic is a line magic too.  `short_for` is the call
+    that a short form stands for, "" for other magics.
     """
 
     run: Callable[[MagicCall], Returned]
@@ -281,7 +281,7 @@ class Command:
     def line_magic(self, pools: Pools) -> Callable[..., None]:
         """Return the line magic of a cell magic, such as `%distributed x = 1`.
 
-        IPython does not fill in `{x}` in the line of this magic.
+        IPython leaves `{x}` in the line as it is, since the line is Python code for the ranks.
         """
         magic = self.magic(pools)
 
@@ -302,7 +302,8 @@ class Command:
 class CellOption:
     """An option that a plugin adds to `%%distributed`.
 
-    `add` adds the option to the magic; `around` makes a context in which each cell runs.
+    `add` adds the option to the magic.  `around` is called for each `%%distributed` cell, and
+    returns a context in which the notebook sends and follows the cell.
     """
 
     add: Callable[[Magic], Magic]

@@ -233,7 +233,10 @@ class DebuggedRanks:
     def _receive_soon(
         self, loop: asyncio.AbstractEventLoop, link: Link, message: FromDebugger | None
     ) -> None:
-        """Have the event loop handle a debugger's message; called on the link's thread."""
+        """Have the event loop handle a debugger's message; called on the link's thread.
+
+        The message None says that the agent has ended.
+        """
         with suppress(RuntimeError):  # the loop is closed: the kernel exits
             loop.call_soon_threadsafe(self._receive, link, message)
 

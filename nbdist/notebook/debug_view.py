@@ -48,9 +48,10 @@ class ShownRank:
         return f"<ShownRank {self.entry and self.entry[0].title}>"
 
     def hide(self, session: RankSession, thread: int | None = None) -> None:
-        """If the front end shows this rank, report that it goes on; later show a stopped rank.
+        """If the front end shows this rank, report that the rank goes on.
 
-        If `thread` is given, do this only if the front end shows this thread of the rank.
+        After `SETTLE_TIME` a rank that is stopped is shown.  With `thread`, does nothing unless the
+        front end shows this thread of the rank.
         """
         if self.entry is None or self.entry[0] is not session:
             return

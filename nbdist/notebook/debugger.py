@@ -257,9 +257,10 @@ class CellDebugger:
 
 
 def _choice(arguments: Message) -> tuple[int, bool] | None:
-    """Return 2 and True for the expression `%dist_debug -r 2 --alone`; None for other expressions.
+    """Return 2 and True if a user has typed `%dist_debug -r 2 --alone` in the debugger.
 
-    The second value is False without `--alone`.
+    The second value is False without `--alone`.  Returns None for other expressions.  `arguments`
+    are those of the request `evaluate`, which sends a typed expression.
     """
     found = CHOOSE.fullmatch(str(arguments.get("expression", "")))
     return None if found is None else (int(found["rank"]), "--alone" in found["options"])

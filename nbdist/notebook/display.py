@@ -58,7 +58,7 @@ class PanelDisplay:
         is_alone: whether the cell consists of one magic of nbdist and nothing else.
         is_page: whether a page in a browser shows the cell.
         find_request: returns the request of the cell that runs now.
-        seconds: the setting of this name; with "none" the panel is only drawn at the end.
+        seconds: the setting `NbDist.seconds`; with "none" the panel is drawn only once, at the end.
         pool: named in the head of the panel and in the magics that notes advise; "" for the
             default pool.
         tabs: an id for this cell; if it is given, each rank has a tab.
@@ -111,10 +111,9 @@ class PanelDisplay:
     def show_status(self, text: str, *, in_background: bool = False) -> None:
         """Draw the notes and `text` in one line, which the next drawing replaces.
 
-        With an empty `text` the notes are always drawn.  Other texts are not drawn if the setting
-        `seconds` is "none".  A quiet display draws them only for a cell that will run
-        `in_background`: a page shows later drawings of such a cell only in a display that the cell
-        itself has made.
+        Unless `text` is "", draws nothing if the setting `seconds` is "none", or if the display is
+        quiet and the cell will not run `in_background`.  A cell that will run in the background
+        must make a display now, because a page shows later drawings of that cell only there.
         """
         is_hidden = self._seconds == "none" or (self.is_quiet and not in_background)
         if not (text and is_hidden):
@@ -237,11 +236,12 @@ class PanelDisplay:
         self._is_alone, self._is_page = False, True
 
     def _begin_last(self) -> bool:
-        """Prepare a new display for the last drawing; return False if the present one must be kept.
+        """Let the last drawing create a new display; return False if none may be created.
 
-        A new display is seen even if the user has cleared the cell's output on a page.  The present
-        display is removed if possible.  It must be kept if nothing was drawn, if another cell runs
-        now, or if a page may show other output of the cell, which would be removed too.
+        A new display is seen even if the user has cleared the cell's output on a page.  The output
+        of the cell is cleared first if the panel is all of it; otherwise, clients that are no pages
+        get the new display below.  None may be created if nothing was drawn, if another cell runs
+        now, or if a page shows other output of the cell, since clearing would remove that too.
         """
         if not (self._is_drawn or self._id_above) or self._find_request() != self._request:
             return False
@@ -267,7 +267,7 @@ class PanelDisplay:
         """Do nothing: `redraw_ended` draws the whole transcript, which has these outputs too."""
 
     def finish_late(self) -> bool:
-        """Return False, since `redraw_ended` draws incomplete lines without this call."""
+        """Return False: nothing is to be redrawn, as a panel shows incomplete lines anyway."""
         return False
 
     def redraw_ended(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
@@ -630,8 +630,8 @@ def progress_text(what: str, done: int, total: int, seconds: float) -> str:
 def moved(steps: Generator[int, None, T], total: int, display: CellDisplay, what: str) -> T:
     """Run a generator to its end, show its progress after the text `what`, and return its result.
 
-    The generator yields the number of bytes that are done.  If Stop interrupts it, its partial
-    result is released.
+    The generator yields the number of bytes that are done.  If Stop interrupts the run, the
+    generator is closed, which must release a partial result.
     """
     show = progress(display, what)
     with closing(StepwiseValue(steps)) as running:

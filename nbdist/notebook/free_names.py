@@ -51,8 +51,8 @@ _OPTION = re.compile(r"\s*(-\S+|\d+)")
 _IPYTHON_LINE = re.compile(r"^[ \t]*[%!].*$", re.MULTILINE)
 
 _State = frozenset[str | int]
-"""What is certain whenever an instruction is reached.  A str is a name that is bound.  An int is
-the index of an instruction that makes a function, and the function is not made yet."""
+"""What is certain whenever an instruction is reached: names that are bound, and functions that are
+not made yet, each as the index of the instruction that makes the function."""
 
 
 _Reads = dict[str, frozenset[str]]
@@ -138,9 +138,9 @@ class _Code:
 
     - `used`: names that the code reads while they may be unbound; in a cell, also names that later
       calls of its functions read.  Each has the names that are certainly bound at all these reads.
-    - `later`: names that functions in the code read when they are called; if the code is itself a
-      function, also all names that it reads.
-    - `inner`: names that functions, classes and lambdas in the code read.
+    - `later`: names that are read when the functions that the code defines are called; if the code
+      is itself a function, also all names that the code reads.
+    - `inner`: all names that functions, classes and lambdas in the code read, at any time.
     - `certain`: names that are bound whenever a cell ends without an error.
     - `bound`: names that the code may bind or delete; `unbound`: globals that functions delete.
     - `chains`: see `dotted_names`; `commands`: texts of `!` lines and line magics.
@@ -328,12 +328,12 @@ class _Code:
         return states
 
     def _after_with(self, handlers: dict[int, int]) -> dict[int, set[str]]:
-        """Return the names that the body of each `with` binds, by the index of a jump instruction.
+        """Return the names that count as bound after a `with` whose context manager hid an error.
 
-        The jump ends the `with` after the context manager has suppressed an error.  The names count
-        as bound after the jump, although the error may have come before they were bound: almost no
-        context manager suppresses errors.  Returns an empty dict if the code names `suppress` or
-        `raises`, which suppress errors.
+        A key is the index of the instruction that jumps behind the `with` in that case.  The value
+        has all names that the body binds, although the error may have come earlier: almost no
+        context manager hides errors.  Returns an empty dict if the code names `suppress` or
+        `raises`, which hide errors.
         """
         bound_by_jump: dict[int, set[str]] = {}
         for start, step in enumerate(self._steps):
@@ -385,8 +385,8 @@ def _python(text: str) -> str:
     """Return the Python code in a magic's text, or "" if there is none.
 
     If the text is no Python as it stands, lines that begin with `%` or `!` are left out.  If the
-    rest is no Python either, one option or number at the beginning (`-n 3`) is removed, and both
-    are tried again.
+    rest is no Python either, the options and numbers at the beginning of the text, such as `-n 3`,
+    are removed one by one until one of the two is Python.
     """
     while True:
         code = next(filter(_is_python, (text, _IPYTHON_LINE.sub("", text))), "")

@@ -285,10 +285,10 @@ LOOK_AGAIN = 0.25  # seconds between checks whether a cell still runs
 
 
 class Stops:
-    """A context in which Stop (SIGINT) raises KeyboardInterrupt only if `on_stop` says so.
+    """A context that handles Stop (SIGINT) in place of Python's own handler.
 
-    Without `on_stop`, each Stop adds 1 to `count`.  With `on_stop`, the signal handler calls that
-    function, and raises KeyboardInterrupt only if the function returns False.
+    Without `on_stop`, each Stop only adds 1 to `count`.  With `on_stop`, each Stop calls that
+    function, and raises KeyboardInterrupt if the function returns False.
 
     Python's own handler would raise KeyboardInterrupt between any two lines of a loop that follows
     ranks.  The loop would end, the ranks would keep running, and their output would be lost.  On
@@ -317,9 +317,10 @@ class Stops:
 
 
 def command_stops() -> AbstractContextManager[object]:
-    """Return a context in which Stop raises KeyboardInterrupt, unless `redirect_stops` applies.
+    """Return a context for a magic, within which `redirect_stops` can redirect Stop.
 
-    The context does nothing if the handler of SIGINT is not Python's own.
+    While `redirect_stops` does not, Stop raises KeyboardInterrupt as usual.  The context does
+    nothing if the handler of SIGINT is not Python's own.
     """
     is_raised = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     return Stops(lambda: False) if is_raised else nullcontext()
@@ -388,9 +389,9 @@ class IdleStop:
     def update(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Install the handler if `is_wanted()`, and remove it otherwise; `stop` will run on `loop`.
 
-        The handler is installed only in place of the one that ignores SIGINT.  While a cell runs,
-        it cannot be removed, because ipykernel would restore it at the cell's end, so the loop
-        tries again later.
+        The handler is installed only while SIGINT is ignored, that is, between cells.  While a cell
+        runs, the handler cannot be removed, because ipykernel would restore it at the cell's end;
+        then the loop calls this method again later.  Without `loop`, the last loop is used.
         """
         self._loop = loop or self._loop
         handler, loop = signal.getsignal(signal.SIGINT), self._loop

@@ -186,8 +186,8 @@ class Job:
     def _run_until(self, timeout: float, show: Callable[[], None] = lambda: None) -> int:
         """Wait until the job has ended, for `timeout` seconds at most, or until Stop is pressed.
 
-        On the main thread this method runs the job's steps; for another thread the main thread runs
-        them.  `show` is called before each step.  Returns how often Stop was pressed.
+        On the main thread, runs the job's steps; on another thread, waits while the main thread
+        runs them.  `show` is called before each step or check.  Returns how often Stop was pressed.
         """
         deadline = time.monotonic() + timeout
         with Stops() as stops:
@@ -342,7 +342,9 @@ class Job:
     def step(self, longest: float = 0.0, *, in_its_cell: bool = False) -> None:
         """Receive and show the job's new output, waiting `longest` seconds at most for output.
 
-        If `in_its_cell`, the output belongs to the notebook cell that sent the job.
+        If `in_its_cell`, new displays and texts are shown below the cell that sent the job, and
+        otherwise below the cell that runs now.  Once the job has ended, also calls the functions of
+        `add_done_callback`.
         """
         if self._can_step:
             self._run_step(longest, in_its_cell=in_its_cell)

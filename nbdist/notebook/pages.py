@@ -29,8 +29,8 @@ class Connected(NamedTuple):
 class Pages:
     """Records when each page has connected to the kernel.
 
-    The kernel handles a page's first message only when no cell runs.  A page whose message is
-    handled right after a cell's end therefore counts as connected during that cell.
+    While a cell runs, a page's first message waits in the kernel.  So a page whose first message is
+    handled right after the end of a cell counts as connected during that cell.
     """
 
     def __init__(self, shell: InteractiveShell) -> None:
@@ -67,7 +67,7 @@ class Pages:
         self._connected.setdefault(page, Connected(now, cell))
 
     def end_cell(self) -> None:
-        """Record when a cell ended, so that `record` can tell which pages have waited for that."""
+        """Record that a cell has ended now; `record` then knows which pages connected meanwhile."""
         self._cell_ended = time.monotonic()
 
     def has_missed(self, page: str, running: TaskRun) -> bool:

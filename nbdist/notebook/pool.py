@@ -229,8 +229,8 @@ class Pool:
     ) -> None:
         """Wait for ranks that still run a cell which Stop has ended in the notebook.
 
-        The next `show_late` redraws that cell with the output of the wait.  With `among`, waits
-        only if one of these ranks still runs the cell, or if the process group is broken.  Raises
+        With `among`, does so only if one of these ranks runs that cell, or if the process group is
+        broken.  The next `show_late` adds output that came during the wait to that cell.  Raises
         RanksNotStopped if ranks have not left the cell in time, and Interrupted after another Stop.
         """
         if (running := dispatch.stopped_run(world.engine, among)) is None:
@@ -399,8 +399,8 @@ class Pool:
     ) -> None:
         """Bind values in the notebook that were gathered from `ranks`.
 
-        `values` has the values by name.  `rank_names` are those of the names that are variables of
-        the ranks too.  Later cells do not send the notebook's copies to the ranks.
+        `values` has the values by name; later cells send none of the values to the ranks.
+        `rank_names` are the names under which `ranks` have variables too, which the ranks then own.
         """
         self.shell.user_ns.update(values)
         self.gathered.add(values)
@@ -519,8 +519,9 @@ class Pool:
     ) -> None:
         """Note on the display which ranks died outside of a cell and were replaced.
 
-        `machines` are the machines of the ranks before they were replaced.  The ranks in `dead` are
-        noted, and those that other calls have replaced meanwhile (`RankTable.pop_replaced`).
+        Notes the ranks in `dead`, which the caller has replaced, and the ranks that other code has
+        replaced since the last call (`RankTable.pop_replaced`).  `machines` are the machines of the
+        ranks before they were replaced.
         """
         dead = {**dead, **world.engine.rank_table.pop_replaced()}
         self.note_ends(dead, machines, display)

@@ -110,8 +110,8 @@ class Below:
     def add(self, transcript: Transcript, of: Collection[int] | None = None) -> None:
         """Append new displays of the ranks in `of`, by default of all ranks.
 
-        Does nothing if a display that is shown would have to move or change: the page would rebuild
-        its widget.
+        Does nothing if a new display belongs above a shown display, or if a shown display has
+        changed: the page would rebuild the widget of each display that moves or changes.
         """
         now = below_panel(transcript, of, self._pool)
         if now[: len(self._shown)] == self._shown:
@@ -169,7 +169,7 @@ def below_panel(
 
 
 def _readable(shown: Display) -> Display:
-    """Return a display whose text/plain describes its content; before, it often names a class."""
+    """Return a display whose text/plain describes the content and does not only name a class."""
     return shown._replace(data={**shown.data, "text/plain": plain_of(shown.data)})
 
 

@@ -58,8 +58,8 @@ from nbdist.world.outgoing import Outgoing, SendQuestion
 from nbdist.world.sent_objects import Parcel, SentObjects
 
 SMALL_VARIABLE = 64 << 10
-"""A variable of at most this many bytes is compared before each cell, even if the cell does not use
-it itself, because functions on the ranks use it."""
+"""If functions on the ranks use a variable of at most this many bytes, the variable is compared
+before each cell, even before a cell that does not name the variable."""
 
 BIG = 64 << 20
 """If a shipment has at least this many bytes, a line says which variables are sent."""
@@ -125,7 +125,7 @@ def version_now(name: str, table: NameTable) -> Hashable:
 
 @dataclass(slots=True)
 class _Look:
-    """A variable's present value, and the record of that value."""
+    """A variable's present value, and the record to keep of that value once it is sent."""
 
     value: Any
     record: Sent
@@ -180,8 +180,9 @@ class Plan:
     ) -> None:
         """Examine the notebook's variables of these names, and those that their functions need.
 
-        For each name that the cell reads, `before` has the names that the cell itself has bound by
-        then.  Variables of those names are not examined: the functions use the cell's own values.
+        `before` maps each name that the cell reads to the names that the cell has bound before it
+        reads that name.  A function with that name then uses the cell's own values of the bound
+        names, so the notebook's variables of the bound names are not examined.
         """
         waiting = [(name, (before or {}).get(name, frozenset())) for name in sorted(names)]
         waiting.reverse()
@@ -195,8 +196,9 @@ class Plan:
         """Examine variables that functions on the ranks use, even if the cell does not name them.
 
         The cell may call such functions.  Examines variables that the notebook has bound again
-        since ranks got or bound them, and small variables that may have changed in place.  A big
-        value that was never sent is not sent now, since the ranks' own value would be lost.
+        since ranks got or bound them, and small variables that may have changed in place.  If ranks
+        have bound a variable that was never sent, the notebook's value does not replace theirs if
+        it is big; a notice says so.
         """
         waiting, visited = [*self._table.in_functions], set[str]()
         calls = [bound for name, bound in self.bound_before.items() if self._may_call(name)]
@@ -244,7 +246,8 @@ class Plan:
     def _follow_small(self, name: str, *, is_big: bool) -> None:
         """Examine a variable that ranks have bound and that was never sent, if it is small.
 
-        If the variable is big, undo the examination, and add a notice instead.
+        A big variable is not sent; a notice says so.  Whether a variable is big may be known only
+        after the examination, which is then undone.
         """
         before = dict(self._examined)
         if not is_big:
@@ -295,8 +298,8 @@ class Plan:
     def _follow_unused(self, name: str) -> bool:
         """Examine a variable that the cell itself does not use; return False if it cannot be sent.
 
-        A failure makes `Outgoing` drop all states that it has scanned.  So all variables that were
-        examined before are examined again.
+        If the variable cannot be sent, `Outgoing` has dropped the states of all objects that it had
+        scanned, so the variables that were examined before are examined again.
         """
         examined = [*self._examined]
         try:
@@ -475,9 +478,9 @@ class Plan:
             self._notice_replaced(name, answers)
 
     def _keep_changed(self, answers: Mapping[int, Inspected]) -> None:
-        """Do not send variables that an earlier notebook has sent and that ranks have changed.
+        """Do not send variables that ranks have got from an earlier notebook and have changed.
 
-        From now on such variables belong to the ranks.
+        From now on the ranks own these variables, and the cell uses the ranks' values.
         """
         for name in [*self._examined]:
             changed = any(name in i.names and i.names[name].is_changed for i in answers.values())
@@ -725,9 +728,9 @@ class Plan:
         return None
 
     def _notice_replaced(self, name: str, answers: Mapping[int, Inspected]) -> None:
-        """Add a notice if ranks lose something when the variable's value replaces an older object.
+        """Add a notice if the variable's value replaces an object of ranks that users may miss.
 
-        That is so if ranks have changed the older object, or if other names on the ranks keep it.
+        That is an object that ranks have changed, or to which other names on the ranks still refer.
         """
         lack = self._ranks_without(name)
         replaced = {r: each.names[name] for r, each in answers.items() if name in each.names}

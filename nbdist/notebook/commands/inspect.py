@@ -116,10 +116,10 @@ def log_of(line: MagicCall) -> CommandOutput:
 def last_lines(
     tail: LogTail, get: GetLogs, ask: ReadLogs, pattern: re.Pattern[str] | None = None
 ) -> tuple[str, ...]:
-    """Return the last lines of a file, or of its lines that match the pattern.
+    """Return at most the last `get.most` lines of a log; with `pattern`, of the lines that match.
 
-    `tail` is the answer to `get` for this file.  While it has too few lines, earlier lines of the
-    file are requested with `ask`.
+    `tail` is the answer to `get` for this log.  If `tail` has too few such lines, `ask` requests
+    earlier lines of the log.
     """
     lines: list[str] = []
     more = get._replace(ranks=(tail.rank,), streams=(tail.stream,), most=PAGE_LINES)
@@ -134,8 +134,8 @@ def _files(tails: Sequence[LogTail], get: GetLogs, table: RankTable) -> Iterator
     """Yield the lines below the logs: where the log files are, and whose output is missing.
 
     Output is missing if a log file could not be written, or if no answer about the rank has come.
-    Raises UsageError if answers have come but none has a file, or if no answer has the attempt
-    `get.attempt`.
+    Raises UsageError if answers have come but no rank has log files, or if there are no logs of the
+    workers' start with the number `get.attempt`.
     """
     machines, folders = table.machines, dict[tuple[str, Path], list[int]]()
     attempts = {number for each in tails for number in each.attempts}

@@ -111,10 +111,10 @@ def targets_of(
 ) -> list[str]:
     """Return the notebook's name for each expression: the name after `--as`, or the expression.
 
-    `given` is the text after `--as`, None without `--as`.  `is_assigned` is True if the cell
-    assigns the magic's value, as in `x = %dist_gather y[0]`.  Otherwise an expression that is no
-    name, such as `y[0]`, needs a name after `--as`.  Raises UsageError for an expression without a
-    name, if `--as` has more or fewer names than there are expressions, or if two names are equal.
+    `given` is the text after `--as`, None without `--as`.  Without `--as`, an expression that is no
+    name, such as `y[0]`, is returned only if the cell assigns the magic's value (`is_assigned`), as
+    in `x = %dist_gather y[0]`.  Raises UsageError if another result is no name, if `--as` has more
+    or fewer names than there are expressions, or if two results are equal.
     """
     value_transfer.check_expressions(expressions)
     line = f"`%dist_gather {' '.join(expressions)}`"
