@@ -123,9 +123,9 @@ def _messages(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the type and content of each output that the kernel publishes during a request.
 
-    `number` is the id of the request.
-    Outputs that the request shows under a user's cell are yielded, too. The status `idle`, by which
-    the kernel ends the request, is yielded last. After `timeout` seconds stop without that status.
+    `number` is the id of the request. Outputs that the request shows under a user's cell are
+    yielded, too. The status `idle`, by which the kernel ends the request, is yielded last. If
+    `timeout` seconds pass before that, the iterator ends without that status.
     """
     deadline, has_begun = time.monotonic() + timeout, False
     while (seconds_left := deadline - time.monotonic()) > 0:

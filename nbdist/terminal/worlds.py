@@ -321,7 +321,7 @@ def last_lines(logs: Sequence[LogTail], pattern: re.Pattern[str] | None, limit: 
 
 
 def success_text(task: TaskSummary) -> str:
-    """Return a line that says that this task did not fail, to be shown above the last failure."""
+    """Return a line on the last task, which did not fail; the last failure is shown below it."""
     return f"{_task_text(task)} did not fail; the last failure was before it:"
 
 
