@@ -384,9 +384,9 @@ def _filled_in(texts: list[str]) -> list[str]:
 def _python(text: str) -> str:
     """Return the Python code in a magic's text, or "" if there is none.
 
-    If the text is no Python as it stands, lines that begin with `%` or `!` are left out.  If the
-    rest is no Python either, the options and numbers at the beginning of the text, such as `-n 3`,
-    are removed one by one until one of the two is Python.
+    The text is tried as it stands, and then without lines that begin with `%` or `!`.  If neither
+    is Python, both are tried again after each option or number at the beginning, as in `-n 3`, is
+    removed.
     """
     while True:
         code = next(filter(_is_python, (text, _IPYTHON_LINE.sub("", text))), "")

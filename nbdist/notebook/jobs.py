@@ -386,7 +386,7 @@ class Job:
 
 
 class CellPlace:
-    """Remembers which notebook cell runs now, so that later output can be shown below it.
+    """The notebook cell that ran when this object was made; later output can be shown below it.
 
     `is_known` is False in a terminal, where output can only be added at the end.  `loop` is the
     event loop in which cells run, None in a terminal.

@@ -100,7 +100,10 @@ def dist_interrupt(line: MagicCall) -> str:
 
 
 def _end_of(job: Job) -> str:
-    """Wait for an interrupted job, at most `CONTROL_TIMEOUT` seconds; return how it has ended."""
+    """Wait for an interrupted job, at most `CONTROL_TIMEOUT` seconds; return a text for the user.
+
+    The text says how the job has ended, or that the job still runs.
+    """
     try:
         job.wait(CONTROL_TIMEOUT)
     except (NbdistError, Interrupted) as end:

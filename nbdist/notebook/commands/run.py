@@ -95,8 +95,9 @@ REDIRECTS = re.compile(r"[0-3]")
 def _torchruns_line(line: MagicCall) -> Iterator[str]:
     """Yield notes for a line that was written for torchrun.
 
-    They say which options are ignored, and that `-r 3` selects a rank and not torchrun's redirects.
-    If all workers are on this machine, the `--rdzv-*` options are removed and count as ignored.
+    The notes say which options are ignored, and that `-r 3` selects a rank and not torchrun's
+    redirects.  If all workers are on this machine, the `--rdzv-*` options are ignored too, and are
+    removed from `line.options`.
     """
     options = line.options
     ignored = list[str](options.ignored or ())
