@@ -81,7 +81,7 @@ class RankSession:
     def pop_refused(self) -> list[str]:
         """Return a line for each file with breakpoints in which the rank cannot stop.
 
-        Each file is named only once.
+        A file that an earlier call has named is left out.
         """
         new = {path: text for path, text in self._refused.items() if text}
         self._refused.update(dict.fromkeys(new, ""))

@@ -246,8 +246,8 @@ class Plan:
     def _follow_small(self, name: str, *, is_big: bool) -> None:
         """Examine a variable that ranks have bound and that was never sent, if it is small.
 
-        A big variable is not sent; a notice says so.  Whether a variable is big may be known only
-        after the examination, which is then undone.
+        A big variable is not sent; a notice says so.  `is_big` is True if the variable is known to
+        be big.  If only the examination shows that, the examination is undone.
         """
         before = dict(self._examined)
         if not is_big:
