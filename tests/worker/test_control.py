@@ -90,7 +90,7 @@ def test_aborting_a_collective_ends_its_wait(world: World) -> None:
 
 
 def test_a_debugger_that_waits_for_the_last_one_delays_no_other_request(world: World) -> None:
-    """The start of a debugger waits until an earlier one has given up; other requests do not."""
+    """A second debugger starts once the first has given up; other requests are answered before."""
     world.execute("pass")
     with closing(Asker(1)) as rank1, tempfile.TemporaryDirectory() as folder:
         start = control.StartDebugger(f"{folder}/debugger")
@@ -106,7 +106,7 @@ def test_a_debugger_that_waits_for_the_last_one_delays_no_other_request(world: W
 
 
 def ask(world: World, question: TypingQuestion, *ranks: int) -> Completions | Description:
-    """Return the first answer that comes in time; on a busy machine a rank may take too long."""
+    """Ask again until an answer comes in time, and return the answer; fail after SOON seconds."""
     deadline = time.monotonic() + SOON
     while time.monotonic() < deadline:
         if answer := answered(world, question, *ranks):

@@ -26,7 +26,7 @@ from nbdist.world.sent_objects import NOTHING_SENT, Parcel
 
 
 class Rank:
-    """A notebook's table, and the counterparts of one rank, in one process."""
+    """A `NameTable`, as a notebook has it, and the `Counterparts` of one rank, in one process."""
 
     def __init__(self) -> None:
         self.table, self.names = NameTable({}), dict[str, Any]()
@@ -56,11 +56,11 @@ class Rank:
         self.own.end_idle()  # as the next task does
 
     def sent(self) -> dict[int, None]:
-        """Return the keys of all objects that the rank has been sent, each as a whole."""
+        """Return a request for all objects sent to the rank: keys with None, for whole objects."""
         return dict.fromkeys(self.table.objects.of(0))
 
     def changed(self) -> list[Any]:
-        """Return the objects that the rank has changed; for memory, its bytes."""
+        """Return the objects that the rank has changed; changed memory is returned as bytes."""
         return [self.own.links.find(key) for key in self.own.inspect(self.sent(), ()).changed]
 
 
@@ -75,7 +75,7 @@ def rank() -> Iterator[Rank]:
 
 
 class Plain:
-    """An object that makes a list around it not light: `Identity` keeps light lists alive."""
+    """An object that is not atomic, so that an `Identity` of a list with it keeps nothing alive."""
 
 
 class Box:
@@ -123,7 +123,7 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], Any], set[str]]] = [
 
 @pytest.mark.parametrize("number", range(len(CHANGES)))
 def test_changes_of_variables_are_found(number: int, rank: Rank) -> None:
-    """Any change of a variable is found, also through another variable; equal contents are none."""
+    """All variables whose contents have changed are found, but no variable with equal contents."""
     change, found = CHANGES[number]
     rank.send(**made())
     assert rank.own.inspect(rank.sent(), ()) == Inspected()
@@ -157,7 +157,7 @@ def test_only_requested_objects_and_parts_are_compared(rank: Rank) -> None:
 
 
 def test_inspect_describes_variables(rank: Rank) -> None:
-    """`inspect` returns a value's type, whether it has changed, and other variables with it."""
+    """`inspect` returns a variable's type, if it was changed, and which variables refer to it."""
     net = torch.nn.Linear(1, 1)
     rank.send(net=net, rows=[1], n=1)
     names = rank.names
@@ -199,8 +199,8 @@ def test_an_update_keeps_the_ranks_own_changes(rank: Rank) -> None:
     assert rank.own.inspect({key: None}, ()).changed == {}
 
 
-def test_a_push_replaces_a_state_without_parts(rank: Rank) -> None:
-    """After a push nothing counts as changed, even if the rank's object was too big for parts."""
+def test_a_push_replaces_a_dict_with_too_many_parts(rank: Rank) -> None:
+    """After a push a rank's dict is as it was sent, even if it had more than MAX_PARTS entries."""
     cfg: dict[Any, Any] = {"a": 1, "b": 2}
     rank.send(cfg=cfg)
     (key,) = rank.sent()
@@ -212,7 +212,7 @@ def test_a_push_replaces_a_state_without_parts(rank: Rank) -> None:
 
 
 def test_an_ended_object_is_reported_once(rank: Rank) -> None:
-    """The key of an ended object is reported once after a task, and until then as gone if asked."""
+    """The key of an ended object is reported once after a task; before, `inspect` calls it gone."""
     rows, box = [Plain()], Box(1)
     rank.send(rows=rows, box=box)
     keys = [rank.table.objects.links.key_of(each) for each in (rows, box)]
@@ -268,7 +268,10 @@ def test_new_objects_with_ids_of_ended_objects_are_sent(rank: Rank) -> None:
 
 
 def test_forgotten_objects_live_while_the_rank_holds_them(rank: Rank) -> None:
-    """An object forgotten by the notebook lives while the rank holds it, and ends unreported."""
+    """A rank keeps an object that the notebook has forgotten while its own variables hold it.
+
+    The end of such an object is not reported.
+    """
     rank.send(rows=[Plain()], box=Box(2), other=[Plain()])
     held = rank.names["rows"]
     keys = [*rank.sent()]
@@ -288,8 +291,8 @@ def test_forgotten_objects_live_while_the_rank_holds_them(rank: Rank) -> None:
     assert len(rank.own.links) == 0
 
 
-def test_deleted_variables_go_unless_the_rank_changed_them(rank: Rank) -> None:
-    """Variables that the notebook has deleted go, unless the rank has changed or rebound them."""
+def test_deleted_variables_are_deleted_on_a_rank_unless_changed(rank: Rank) -> None:
+    """A rank deletes variables deleted in the notebook, unless it has changed or rebound them."""
     rank.send(rows=[1], inner=[[2]], bound=[3], n=4, kept=[5])
     rank.names["inner"][0].append("theirs")
     rank.names["bound"] = [3]
@@ -339,7 +342,7 @@ def test_memory_is_freed_with_the_last_variable(kind: str, rank: Rank) -> None:
 
 
 def test_memory_is_freed_if_the_notebook_replaces_a_variable(rank: Rank) -> None:
-    """A replaced value ends here once it has ended in the notebook, unless this rank holds it."""
+    """A rank frees a variable's old value once the notebook has freed its own old value."""
     kept = torch.zeros(1000)
     rank.send(x=kept, rows=[Box(1)])
     old, box = weakref.ref(rank.names["x"]), weakref.ref(rank.names["rows"][0])
@@ -354,7 +357,7 @@ def test_memory_is_freed_if_the_notebook_replaces_a_variable(rank: Rank) -> None
     assert old() is None
 
 
-def test_garbage_in_a_circle_stays_while_the_rank_is_idle(rank: Rank) -> None:
+def test_a_garbage_cycle_stays_while_the_rank_is_idle(rank: Rank) -> None:
     """A garbage cycle stays until `end_idle`, as the notebook may still refer to its objects."""
     box = Box(None)
     box.value = box
@@ -438,7 +441,7 @@ def test_new_contents_of_memory_are_no_change_of_the_rank(rank: Rank) -> None:
 
 
 def test_contents_reach_a_tensor_with_other_memory(rank: Rank) -> None:
-    """A tensor that a rank gives other memory is changed, and new contents reach that memory."""
+    """A tensor whose memory a rank has replaced counts as changed, and gets a push's contents."""
     net = torch.nn.Linear(2, 2)
     rank.send(net=net)
     there = rank.names["net"]
@@ -460,7 +463,7 @@ def test_contents_reach_a_tensor_with_other_memory(rank: Rank) -> None:
 
 
 def test_objects_keep_their_keys_on_another_rank(rank: Rank) -> None:
-    """Objects copied to a rank keep their keys, and are compared with the notebook's contents."""
+    """Objects copied from rank to rank keep their keys, and are compared with the sent contents."""
     net, rows = torch.nn.Linear(1, 1), [1]
     rank.send(net=net, rows=rows)
     other = Rank()
@@ -481,7 +484,11 @@ def test_objects_keep_their_keys_on_another_rank(rank: Rank) -> None:
 
 
 def test_variables_are_replaced_in_place_if_possible(rank: Rank) -> None:
-    """Variables are changed in place if the structure is equal; else users of the old are named."""
+    """A variable is changed in place if its old and its new value have the same structure.
+
+    Otherwise the variable is bound to the new value, and the result names the variables that still
+    refer to the old value.
+    """
     rank.send(net=torch.nn.Linear(2, 2), rows=["a"])
     names = rank.names
     net, rows = names["net"], names["rows"]
@@ -512,7 +519,7 @@ def test_an_object_that_raises_hides_no_other_change(rank: Rank) -> None:
     assert rank.table.objects.links.key_of(rows) in found.changed
 
 
-def test_a_module_has_no_other_variables(rank: Rank) -> None:
-    """No other variables are listed for a Python module: nearly every object leads to it."""
+def test_no_variables_that_refer_to_a_module_are_listed(rank: Rank) -> None:
+    """`inspect` lists no variables that refer to a Python module, since nearly all objects do."""
     rank.names.update(math=types, f=len, both=[types])
     assert rank.own.inspect({}, ("math",)).names["math"].others == ()

@@ -32,7 +32,7 @@ from tests.wire.test_spec import START
 def test_nccl_is_told_of_several_ranks_on_a_gpu(
     gpus: str, *, shares: bool, given: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL may have several ranks on a GPU if ranks have slices of it or share GPUs."""
+    """NCCL is allowed several ranks on a GPU if the ranks use MIG slices or share GPUs."""
     names = ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS", "NCCL_NVLS_ENABLE")
     for name in names:
         monkeypatch.setenv(name, "")
@@ -45,8 +45,8 @@ def test_nccl_is_told_of_several_ranks_on_a_gpu(
     assert [environ.get(name) for name in names[:2]] == given
 
 
-def test_values_that_a_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables and the number of threads change, unless the rank itself has changed them."""
+def test_variables_and_threads_that_a_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Environment variables and torch's threads change, unless the user has set them."""
     for name, value in (("NBT_SIZE", "2"), ("NBT_OWN", "mine"), ("NBT_SAME", "set")):
         monkeypatch.setenv(name, value)
     before = {"NBT_SIZE": "2", "NBT_OWN": "2", "NBT_SAME": "1"}
@@ -76,7 +76,11 @@ def around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Around:
 def test_a_rank_follows_the_notebooks_folder(
     around: Around, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank follows the notebook relative to its first folder or to the same path, or stays."""
+    """A rank changes to the folder that corresponds to the notebook's folder.
+
+    That is the folder with the same path relative to the first folder, or with the same absolute
+    path. If the rank has neither folder, the rank stays where it is, and a line says so once.
+    """
     (tmp_path / "below").mkdir()
     around.follow(Surroundings("/of/notebook/below", "/of/notebook", ("/of/notebook/lib", "/x")))
     assert os.getcwd() == process.ORIGINAL_DIR == str(tmp_path / "below")  # type: ignore[attr-defined]
@@ -112,8 +116,8 @@ def test_a_rank_enters_a_folder_that_appears_later(
     assert os.getcwd() == str(tmp_path), "the rank's own change stays"
 
 
-def test_variables_follow_the_notebook_and_return(around: Around) -> None:
-    """Variables follow the notebook, and get their first values back if its changes are undone."""
+def test_environment_variables_follow_the_notebook(around: Around) -> None:
+    """Environment variables follow the notebook, and are restored once it undoes its changes."""
     here, before = os.getcwd(), dict(os.environ)
     around.follow(Surroundings(here, here, environ={"HOME": "/odd", "NEW": "1", "PATH": None}))
     assert (os.environ["HOME"], os.environ["NEW"], "PATH" in os.environ) == ("/odd", "1", False)
@@ -122,7 +126,7 @@ def test_variables_follow_the_notebook_and_return(around: Around) -> None:
 
 
 def test_a_path_keeps_the_ranks_own_entries() -> None:
-    """The notebook's changes of `sys.path` come in, and the rank's own changes stay."""
+    """A rank's `sys.path` gets the notebook's changes, and keeps the rank's own changes."""
     for own, before, after, expected in (
         ("abo", "ab", "xab", "xabo"),
         ("oab", "ab", "abx", "oabx"),
@@ -147,7 +151,7 @@ class Edited:
         self.write()
 
     def write(self) -> int:
-        """Write new contents, dated ten seconds after the last; return a time a second later."""
+        """Write contents that are dated 10 s after the last; return the time 1 s later, in ns."""
         self.now += 10 * SECOND
         self.path.write_text(f"value = {self.now}\n")
         os.utime(self.path, ns=(self.now, self.now))
@@ -193,7 +197,7 @@ def test_an_edit_of_a_users_module_is_reported_once(own: OwnModules, module: Edi
 
 
 def test_a_touched_file_is_not_edited(own: OwnModules, module: Edited) -> None:
-    """A file with its old contents is not edited; a package's file is named with the package."""
+    """A file with the same contents is not edited; `__init__.py` is named with its folder."""
     folder = module.path.parent / "package_of_test"
     folder.mkdir()
     package = Edited(folder / "__init__.py")
@@ -210,8 +214,10 @@ def test_a_touched_file_is_not_edited(own: OwnModules, module: Edited) -> None:
     del sys.modules[folder.name]
 
 
-def test_an_edit_while_its_import_runs_is_reported_later(own: OwnModules, module: Edited) -> None:
-    """An edit while a task runs that imports the module is reported with the next task."""
+def test_an_edit_during_the_importing_task_is_reported_later(
+    own: OwnModules, module: Edited
+) -> None:
+    """An edit that is made while the importing task runs is reported with the next task."""
     importlib.import_module("edited_by_test")
     module.now = time.time_ns() + 50 * SECOND
     after = module.write()

@@ -151,7 +151,7 @@ def test_stop_before_the_first_line_runs_nothing(world: World, where: str) -> No
 
 
 def test_stop_after_the_last_line_fails_the_cell(world: World) -> None:
-    """Stop ends a cell with KeyboardInterrupt until IPython has finished the cell's work."""
+    """Stop after a cell's last line, while IPython stores the cell's history, fails the cell."""
     ran = run(
         world,
         "import signal\nhistory = get_ipython().history_manager\n"
@@ -220,7 +220,10 @@ def shown(world: World, source: str) -> str:
 
 
 def test_warnings_name_the_cells_line(world: World) -> None:
-    """Equal warnings of ranks are shown once, with the cell's line; others keep their own line."""
+    """Equal warnings of ranks are shown once, with the line of the cell that led to the warning.
+
+    A warning in a thread, which no line of the cell has called, keeps its own line.
+    """
     _head, header, *lines = shown(world, WARNS).split("\n")
     assert header == "── ranks 0-1 (same) ──"
     assert lines[:2] == ["Cell In[7], line 9: UserWarning: not like this", "  careless()"]

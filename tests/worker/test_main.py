@@ -51,9 +51,10 @@ UNWATCHED = "in this group are neither shown nor released"
 
 @pytest.mark.parametrize("backend", ["gloo", "none"])
 def test_exit_handlers_run_without_group(new_world: NewWorld, tmp_path: Path, backend: str) -> None:
-    """Exit handlers run once all groups have ended, also user code's; C code's output is flushed.
+    """Exit handlers run when a worker has no group any more, and C code's files are flushed.
 
-    Only the first group of user code gets a line which says that nbdist does not watch it.
+    Groups that user code has formed have ended too. Only the first such group gets a line which
+    says that nbdist does not watch it.
     """
     with new_world(2, backend=backend) as world:
         world.execute(f"folder = {str(tmp_path)!r}\n{LAST}")
@@ -100,7 +101,7 @@ def assert_all_different(drawn: list[dict[str, object]]) -> None:
         assert len(set(values)) == len(values), (source, values)
 
 
-def test_chance_is_every_workers_own(new_world: NewWorld) -> None:
+def test_each_worker_draws_its_own_random_values(new_world: NewWorld) -> None:
     """No two workers draw the same value, also after a restart, a replacement and scaling."""
     with new_world(2, fork=False) as spawned:
         assert_all_different(draws(spawned))
@@ -137,7 +138,10 @@ def test_a_first_training_step_needs_no_imports(warm: World) -> None:
 def test_new_workers_follow_variables_that_were_set_later(
     warm: World, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Forked workers follow TMPDIR and variables that torch reads on import; draws still differ."""
+    """Forked workers use the present TMPDIR, and the present variables that torch reads on import.
+
+    The workers still draw different random numbers.
+    """
     own, cache = (str(tmp_path_factory.mktemp(name)) for name in ("own", "cache"))
     drawn = draws(warm)
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
@@ -268,7 +272,10 @@ async def test_a_second_stop_ends_only_its_task(agent: Agent) -> None:
 
 
 async def test_tasks_run_in_turn_in_one_context(agent: Agent) -> None:
-    """Tasks run in turn and in one context, however they arrive, until the agent closes its end."""
+    """Tasks run in turn and in one `contextvars` context until the agent closes its end.
+
+    It makes no difference whether tasks arrive together or in pieces.
+    """
     found = []
 
     def work(source: str) -> None:
@@ -404,7 +411,7 @@ async def test_a_thread_waits_until_the_agent_has_caught_up(agent: Agent) -> Non
 def test_a_forked_child_exits_at_the_cells_end(world: World) -> None:
     """A child that a cell forks exits at the cell's end; the worker gives the result, and goes on.
 
-    The child is at the end of the cell before the worker is.
+    The cell waits for the child, so that the child gets to the end before the worker.
     """
     forked = "import os\nbefore = os.getpid()\nchild = os.fork()\nif child: os.waitpid(child, 0)"
     for _ in range(3):

@@ -56,7 +56,7 @@ def task(**fields: Any) -> Task:
 
 
 def plain(value: Any) -> Payload:
-    """Return a value that is pickled alone."""
+    """Return a value that was pickled without keys for its objects."""
     return pack_frames(pickle(value, {}).frames)[0]
 
 
@@ -68,7 +68,7 @@ class Undone:
 
 
 def test_kinds_and_covered_names_are_found(names: dict[str, Any], namespace: Namespace) -> None:
-    """Modules, optimizers and tensors are found, and names that cover names of every worker."""
+    """Modules, optimizers and tensors are found, and so are names that hide `rank` or `device`."""
     import torch
     from torch.distributed.fsdp import FSDPModule
 
@@ -85,7 +85,7 @@ def test_kinds_and_covered_names_are_found(names: dict[str, Any], namespace: Nam
 
 
 def test_received_names_replace_variables(names: dict[str, Any], namespace: Namespace) -> None:
-    """Received names replace variables; payloads for other ranks are not opened; the rest stays."""
+    """Received names replace variables of the same name; payloads for other ranks are not read."""
     namespace.add_ready({"size": 4, "x": 1})
     assert namespace.receive(task(names={0: message(x=[2], y=3)}), 0) == []
     namespace.receive(task(), 0)
@@ -95,8 +95,10 @@ def test_received_names_replace_variables(names: dict[str, Any], namespace: Name
     assert (names["x"], names["y"], names["z"]) == (5, 3, 3)
 
 
-def test_names_deleted_in_the_notebook_go_here(names: dict[str, Any], namespace: Namespace) -> None:
-    """Names deleted in the notebook are deleted here, unless a cell has bound them again."""
+def test_names_deleted_in_the_notebook_are_deleted_on_a_rank(
+    names: dict[str, Any], namespace: Namespace
+) -> None:
+    """A rank deletes names that the notebook has deleted, unless a cell has bound them again."""
     namespace.receive(task(names={0: message(x=[2], y=3, z=[1])}), 0)
     names["z"] = [1]
     gone = namespace.receive(task(deleted={0: ("x", "y", "z", "never")}), 0)
@@ -150,8 +152,10 @@ def test_a_change_that_fails_binds_no_variable(names: dict[str, Any], namespace:
     assert "y" not in names
 
 
-def test_a_changed_ready_name_is_bound(names: dict[str, Any], namespace: Namespace) -> None:
-    """A ready name gets its new value, unless a cell has bound or deleted the name."""
+def test_a_changed_variable_of_every_worker_is_bound(
+    names: dict[str, Any], namespace: Namespace
+) -> None:
+    """A worker's own variable, such as `rank`, changes unless a cell has bound or deleted it."""
 
     class Tensor:
         def __eq__(self, other: object) -> bool:
@@ -180,8 +184,10 @@ def test_bound_and_deleted_names_are_found(names: dict[str, Any], namespace: Nam
     assert namespace.changes_since(before) == (found, {"gone"})
 
 
-def test_a_name_that_is_bound_often_is_found(names: dict[str, Any], namespace: Namespace) -> None:
-    """A rebound name is found even if the last object has the address of the object before."""
+def test_a_name_that_was_rebound_many_times_is_found(
+    names: dict[str, Any], namespace: Namespace
+) -> None:
+    """A rebound name is found even if its new object has the address of the old object."""
     names["Net"] = type("Net", (), {})
     for first, code in (
         ("0.1", "for _ in range({}): x = x * 0.5"),
@@ -218,8 +224,10 @@ def test_threads_may_bind_names_meanwhile(names: dict[str, Any], namespace: Name
         sys.setswitchinterval(interval)
 
 
-def test_what_was_imported(names: dict[str, Any], namespace: Namespace) -> None:
-    """An import path names the module of an object; the path is "" if the object is not there."""
+def test_import_paths_lead_to_the_imported_objects(
+    names: dict[str, Any], namespace: Namespace
+) -> None:
+    """An import path names module and object; it is "" if an import would not give the object."""
     gone = types.ModuleType("gone")
     exec(
         "import json as j, os.path as path\nfrom collections import OrderedDict as Ordered\n"
@@ -227,7 +235,7 @@ def test_what_was_imported(names: dict[str, Any], namespace: Namespace) -> None:
         names | {"__name__": "__main__"},
         names,
     )
-    names.update(gone=gone, nested=test_what_was_imported, value=5)
+    names.update(gone=gone, nested=test_import_paths_lead_to_the_imported_objects, value=5)
     names["inner"] = (lambda: lambda: 0)()
     names["stale"] = types.FunctionType(json.dumps.__code__, {}, "dumps")
     names["stale"].__module__ = "json"
@@ -239,20 +247,23 @@ def test_what_was_imported(names: dict[str, Any], namespace: Namespace) -> None:
         "dumps": "json:dumps",
         "floor": "math:floor",
         "gone": "",
-        "nested": f"{__name__}:test_what_was_imported",
+        "nested": f"{__name__}:test_import_paths_lead_to_the_imported_objects",
         "inner": "",
         "stale": "",
     }
 
 
-def test_imports_of_the_worker_before_are_repeated(
+def test_a_new_worker_repeats_the_imports_of_the_old_worker(
     names: dict[str, Any],
     namespace: Namespace,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Imports are repeated unless the name is bound; an import that fails is reported on stderr."""
+    """A new worker imports what the old worker had imported, unless the name is bound.
+
+    A line on stderr reports each import that fails.
+    """
     (tmp_path / "nbt_breaks.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(str(tmp_path))
     names["json"] = 7
@@ -274,8 +285,8 @@ def opened(payload: Payload | None) -> Any:
     return unpickle(open_payload(payload), {})
 
 
-def is_lent(payload: Payload) -> bool:
-    """Return True if this process still has the memory open."""
+def can_be_opened(payload: Payload) -> bool:
+    """Return True if the segment of a payload can still be opened."""
     try:
         return bool(payload.segment and open_payload(payload))
     except OSError:
@@ -283,7 +294,7 @@ def is_lent(payload: Payload) -> bool:
 
 
 def test_values_are_fetched_by_expression(names: dict[str, Any], namespace: Namespace) -> None:
-    """Values come by expression; a big value is lent until a release or the next task."""
+    """Values come by expression; a big value's segment stays until a release or the next task."""
     names.update(x=[1, 2], big=bytes(INLINE_LIMIT))
     small = namespace.fetch(["x", "sum(x) + rank"], "a")
     assert opened(small) == {"x": [1, 2], "sum(x) + rank": 3}
@@ -291,9 +302,9 @@ def test_values_are_fetched_by_expression(names: dict[str, Any], namespace: Name
     assert opened(lent[0]) == {"big": names["big"]}
     for _ in range(2):
         namespace.release_values("a")
-    assert [*map(is_lent, lent)] == [False, True, True]
+    assert [*map(can_be_opened, lent)] == [False, True, True]
     namespace.receive(task(), 0)
-    assert not any(map(is_lent, lent))
+    assert not any(map(can_be_opened, lent))
     # A result names the values lent inside of it, for a process that passes the result on.
     part = namespace.lend(names["big"], "d")
     returned = namespace.pack([part], "d", "gather")
@@ -319,7 +330,7 @@ def test_a_value_that_is_not_fetched_says_why(names: dict[str, Any], namespace: 
 
 
 def test_results_of_ops_are_packed(namespace: Namespace) -> None:
-    """None is packed as nothing; a result that cannot be sent is refused by its part and its op."""
+    """An op's result is packed unless it is None; the error about a result names op and part."""
     assert namespace.pack(None, "a", "train") is None
     assert opened(namespace.pack({"loss": 0.5}, "a", "train")) == {"loss": 0.5}
     for value, said in (
@@ -338,7 +349,7 @@ class Stubborn(KeyError):
 
 
 def test_names_bound_by_user_code_are_recorded() -> None:
-    """Names bound by user code are recorded, even if it raises, but not names bound outside."""
+    """Names that user code binds in `record_changes` are recorded, even if the code raises."""
     names: dict[str, Any] = {"kept": 1, "before": 1}
     context = Context(SimpleNamespace(user_ns=names), Namespace(names))
     with context.record_changes():

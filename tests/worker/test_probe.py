@@ -56,7 +56,7 @@ def test_only_functions_of_collectives_connect_ranks() -> None:
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="collections do not begin there")
 def test_no_garbage_is_collected_as_a_frame_is_taken() -> None:
-    """Taking a frame starts no collection: a destructor could let the thread and its frame end."""
+    """No garbage is collected while a frame object is made: the frame could end meanwhile."""
     thresholds, began = gc.get_threshold(), set()
 
     def note(phase: str, _: object) -> None:
@@ -109,7 +109,10 @@ list(outer())
 
 @pytest.mark.parametrize("file", ["cell.py", "é.py", "☃.py", "🙂.py", "\udc80.py", "x" * 1000])
 def test_calls_read_from_memory_are_pythons_own(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls read from memory are Python's, for any file name; an unknown Python has no layout."""
+    """Calls that are read from memory are those that Python knows, whatever the file's name.
+
+    An unknown version of Python has no layout.
+    """
 
     def in_memory() -> tuple[FrameInfo, ...]:
         with open("/proc/self/mem", "rb", 0) as memory, suppress(Torn, OSError):

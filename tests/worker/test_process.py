@@ -105,7 +105,10 @@ def test_a_forked_child_has_pythons_handler_of_sigint() -> None:
 
 
 def test_waits_of_the_cells_thread_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits of the cell's thread are recorded, the newest of many; the next cell begins anew."""
+    """Waits of a cell's thread are counted and timed, and the next cell begins with no waits.
+
+    Of many waits only the newest are kept, but all are counted.
+    """
     times, since = CellTimes(), time.time_ns()
     times.record_wait(since)
     with times:
@@ -220,7 +223,10 @@ def test_output_of_c_code_keeps_its_place() -> None:
 
 
 def test_streams_have_what_libraries_expect() -> None:
-    """A stream takes any text and bytes, and has a name; a descriptor closed by a cell is back."""
+    """A stream takes any text and bytes, and has a name, as libraries expect.
+
+    A descriptor that a cell has closed is open again after `flush_streams`.
+    """
     (said,) = wrote(
         "from nbdist.worker import process\n"
         "print('a\\udc80b')\nsys.stdout.buffer.write(b'\\xc3')\nos.write(1, b'\\xa9 ')\n"

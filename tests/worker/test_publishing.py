@@ -35,7 +35,7 @@ def display(kind: str, size: int) -> dict[str, object]:
 
 
 def test_content_within_limits_is_passed_on(tmp_path: Path) -> None:
-    """Content within the limits, or of another kind, is passed on as it is; no file is written."""
+    """Content that is small enough, or has no limit, is passed on as it is, without a file."""
     large = LargeOutputs(tmp_path)
     for kind, content in [
         ("display_data", display("image/png", MAX_DISPLAY_LENGTH)),
@@ -50,7 +50,10 @@ def test_content_within_limits_is_passed_on(tmp_path: Path) -> None:
 
 
 def test_a_large_display_goes_to_a_file(tmp_path: Path) -> None:
-    """A line instead of a large display names its private file, as long as there is room for it."""
+    """A display that is too large is written to a private file, and a line with its path is shown.
+
+    Once the files have no room left, the line has no path.
+    """
     large, data = LargeOutputs(tmp_path), display("text/html", MAX_DISPLAY_LENGTH + 1)
     content = large.limit_content("display_data", data)
     (file,) = tmp_path.iterdir()
@@ -74,7 +77,7 @@ def test_a_large_display_goes_to_a_file(tmp_path: Path) -> None:
 
 
 def test_room_for_files_is_taken_by_files_alone(tmp_path: Path) -> None:
-    """A text that is too large, or cannot be written, takes no room from smaller texts."""
+    """A display whose file is too large, or fails, takes no room from later displays."""
     large, small = LargeOutputs(tmp_path), display("text/html", MAX_DISPLAY_LENGTH + 1)
     large.limit_content("display_data", display("text/html", MAX_FILES_LENGTH + 1))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -106,7 +109,7 @@ def test_displays_of_a_task_are_limited_together(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_shows_much_waits_for_the_agent(capfd: pytest.CaptureFixture[str]) -> None:
-    """After a number of bytes or messages the rank waits for the agent, and not in between."""
+    """A rank waits for the agent each time it has sent a number of bytes, or of messages."""
     session, waits = MarkingSession(), list[int]()
     session.catch_up = lambda: waits.append(session._sent)
     part = MAX_BYTES_AHEAD // 4
@@ -134,7 +137,10 @@ def test_an_error_is_shown_by_its_own_message(capfd: pytest.CaptureFixture[str])
 
 
 def test_a_large_error_keeps_both_ends(tmp_path: Path) -> None:
-    """A large error keeps both ends, names the file with all of it, and differs from another's."""
+    """A large error keeps its beginning and its end, and names the file that has all of it.
+
+    Errors that differ in the part that was left out still differ.
+    """
     text = "a" * LONGEST_ERROR + "b" * LONGEST_ERROR
     sent = {"ename": "ValueError", "evalue": text, "traceback": ["head", "calls", text]}
     content = LargeOutputs(tmp_path).limit_content("error", sent)

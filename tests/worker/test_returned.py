@@ -81,7 +81,10 @@ def test_an_fsdp_model_comes_as_before_sharding(world: World) -> None:
 
 
 def test_a_ddp_model_comes_as_its_module(world: World) -> None:
-    """A model of DDP comes as the module in it, also in a dict; a returned DTensor is refused."""
+    """A model of DDP comes as the module in it, also in a dict.
+
+    If a function of `World.run` returns a DTensor, the DTensor is refused with a remedy.
+    """
     models = world.run(lambda: __import__("__main__").replicated)
     for model in (each["model"] for each in [*world.gather("replicated"), *models]):
         assert type(model) is torch.nn.Linear
@@ -95,7 +98,7 @@ def segment(size: int) -> Segment:
 
 
 def test_the_newest_values_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest values are kept, up to a number and a size; others are gone with a reason."""
+    """The newest values are kept, up to a number and a size; of others the reason is kept."""
     monkeypatch.setattr(returned, "MAX_KEPT_BYTES", 1000)
     kept, names = KeptValues(), [*map(str, range(returned.MAX_KEPT_RESULTS + 2))]
     for name in names:

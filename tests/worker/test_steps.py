@@ -69,7 +69,7 @@ def test_steps_are_counted(steps: StepCounter) -> None:
 
 
 class Interrupted:
-    """Its finalizer is interrupted."""
+    """An object whose finalizer raises KeyboardInterrupt, as SIGINT may."""
 
     def __del__(self) -> None:
         raise KeyboardInterrupt
@@ -119,7 +119,10 @@ def test_sigint_waits_for_the_end_of_the_step(steps: StepCounter) -> None:
 def test_sigint_interrupts_a_step_that_does_not_end(
     steps: StepCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGINT raises in a step that lasts long; a second SIGINT, or after an abort, at once."""
+    """SIGINT interrupts a step that lasts long; a second SIGINT interrupts any step at once.
+
+    After an abort the first SIGINT interrupts a step at once, too.
+    """
     monkeypatch.setattr(module, "MAX_DEFERRAL", 0.05)
 
     def stay() -> None:

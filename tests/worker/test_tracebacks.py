@@ -110,7 +110,7 @@ def caught(code: str) -> BaseException:
 
 
 def test_a_failure_has_message_calls_and_classes() -> None:
-    """A failure has a message, calls by file and line, base classes, and lost connections."""
+    """A failure has message, calls and base classes, and says whether gloo's connections ended."""
     failure = failure_of(caught("def load():\n    raise ShardError('no shard 3')\nload()"))
     assert (failure.name, failure.message) == ("ShardError", "no shard 3")
     assert failure.traceback[-3:] == (
@@ -331,7 +331,7 @@ def test_which_errors_make_the_process_unusable(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_gpu_is_asked_after_any_failed_cell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After any failed cell the GPU is asked; an error of the moment does not count."""
+    """After any failed cell the GPU is asked; only a lasting error makes the process unusable."""
 
     def fails(said: str) -> Callable[[], bool]:
         def ask() -> bool:

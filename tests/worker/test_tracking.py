@@ -77,7 +77,7 @@ def test_only_numbers_can_be_tracked(sent: list[dict[str, Any]], value: Any, wha
 
 @pytest.mark.parametrize("step", [math.nan, math.inf, 1e308, -3e18, 10**400, torch.tensor(1e30)])
 def test_steps_beyond_the_limit_are_refused(sent: list[dict[str, Any]], step: Any) -> None:
-    """The call raises, nothing of it is sent, and later calls are."""
+    """A call with a step beyond the limit raises, and sends nothing; later calls are sent."""
     with pytest.raises(ValueError, match=r"a step is a finite number from -2e\+18 to 2e\+18"):
         track(step=step, loss=1)
     track(step=MAX_STEP, loss=2)
@@ -85,7 +85,7 @@ def test_steps_beyond_the_limit_are_refused(sent: list[dict[str, Any]], step: An
 
 
 def test_a_name_that_cannot_be_encoded_is_refused(sent: list[dict[str, Any]]) -> None:
-    """The call raises, and nothing of it is sent."""
+    """A call with a name that cannot be encoded raises, and sends nothing."""
     with pytest.raises(ValueError, match=r"the name '\\ud800' cannot be sent as UTF-8"):
         track(**{"loss": 1, "\ud800": 1})
     track(größe=1)
@@ -172,7 +172,7 @@ def test_equal_numbers_stay_equal(
 
 
 def test_calls_without_a_step_are_counted(sent: list[dict[str, Any]]) -> None:
-    """A given step stays; calls without a step are counted, for each name."""
+    """A step that a call gives is kept; calls without a step are counted, for each name."""
     for step in (10, 20):
         track(step=step, loss=1.0)
         track(acc=0.5)

@@ -36,7 +36,7 @@ IPYTHON_7 = (
 
 
 def test_a_missing_ability_is_named_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sentence names version and loss; code that needs the ability goes on without it."""
+    """A sentence names the version and the loss; code that uses the ability works without it."""
     assert ipython.check() == ()
     monkeypatch.delattr(kernelapp, "IOPubThread")
     (port,) = ipython.check()
@@ -58,7 +58,7 @@ def test_a_shell_without_the_method_prints_tracebacks(
 
 
 def test_ipython_7_shows_numbers_of_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In IPython 7 a frame begins with the cell's number, as later versions show it themselves."""
+    """With IPython 7, too, the frame of a cell in a traceback begins with the cell's number."""
     script = IPYTHON_7.replace("/tmp/ipykernel_7/42.py", "~/train.py")
     module = IPYTHON_7.replace("fail\x1b[0;34m(x)", "<cell line: 0>\x1b[0;34m()")
     head = "-----"

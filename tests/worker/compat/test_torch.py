@@ -33,8 +33,8 @@ def test_each_optimizers_step_has_the_known_code() -> None:
         assert step.__code__ is seam.STEP_CODE
 
 
-def test_entries_of_a_group_come_back_into_torchs_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group's entries come back, also the hook that records collectives of nccl2."""
+def test_a_restored_group_is_in_torchs_tables_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`set_default_group` restores a group's entries in torch's tables, also the recorder's."""
     group: Any = object()
     tables = {name: {group: f"in {name}"} for name in seam.TABLES}
     kept = SimpleNamespace(**tables, tags_to_pg={}, group_count=0)

@@ -114,7 +114,10 @@ def test_usual_arguments_give_the_worlds_group(world: World) -> None:
 
 
 def test_a_destroyed_group_is_gone_until_the_next_cell(world: World) -> None:
-    """A destroyed group is back in the next cell, its subgroups are not; subgroups can go alone."""
+    """A destroyed group is back in the next cell, but its subgroups are not.
+
+    User code can also destroy a subgroup alone.
+    """
     said = error_of(
         world,
         "sub = dist.new_group()\ndist.destroy_process_group()\n"
@@ -281,7 +284,7 @@ def test_a_group_of_all_follows_groups_of_some(world: World) -> None:
 
 
 def test_names_of_groups_are_equal_on_all_ranks(world: World) -> None:
-    """Names of groups are equal on all ranks and unique, and torch's own count goes on."""
+    """Names of groups are unique and equal on all ranks, and torch still counts the groups."""
     before = world.gather("dist.get_pg_count()")
     result = world.execute("", fetch=("[dist.new_group().group_name for _ in range(2)]",))
     assert world.gather("dist.get_pg_count()") == [count + 2 for count in before]

@@ -173,7 +173,10 @@ def test_subgroups_are_listed_with_their_ranks(world: World) -> None:
 
 
 def test_healing_connects_groups_in_place(world: World) -> None:
-    """Healing connects groups in place, also by device, though a rank has destroyed another."""
+    """Healing connects groups in place, even if a rank has destroyed another of its groups.
+
+    A group that has a backend for each device is connected, too.
+    """
     world.execute(
         "world, pair, lost = dist.group.WORLD, dist.new_group([0, 1]), dist.new_group([0, 1])\n"
         "by_device = dist.new_group(backend='cpu:gloo,cuda:gloo')\n"
@@ -201,7 +204,7 @@ def test_healing_leaves_no_descriptors_or_threads(world: World) -> None:
 
 @pytest.mark.skipif(seam.RENEWS_GLOO, reason="with this torch a group can always be rebuilt")
 def test_a_group_that_was_rebuilt_too_often_says_so(world: World) -> None:
-    """A line says how often a group was rebuilt; the first time that it was formed is left out."""
+    """A line says how often a group was formed again; its first forming does not count."""
     world.restart()
     world.execute("from nbdist.worker.compat import torch as seam\nseam.MAX_GENERATIONS = 3")
     heal(world, times=2)

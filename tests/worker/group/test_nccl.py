@@ -111,7 +111,7 @@ def test_a_rank_that_waits_for_others_can_be_released(adapter: Nccl) -> None:
 
 @reconfigures
 def test_reconfigure_gets_the_handles_of_all_ranks(adapter: Nccl) -> None:
-    """nccl2 gets the handles of all ranks in their order, under this generation's number."""
+    """nccl2 is reconfigured with all ranks' handles in rank order, and the group's generation."""
     store, backends = dist.HashStore(), [Nccl2(), Nccl2()]
     other = Nccl(GPU)
     first = threading.Thread(
@@ -265,7 +265,7 @@ def test_collectives_of_a_cell_are_numbered_from_one(recorded: dict[str, Entries
 
 
 def test_a_legacy_group_counts_anew(recorded: dict[str, Entries]) -> None:
-    """A legacy group has a new backend after each forming, whose numbers are used as they are."""
+    """A legacy group that is formed again has a new backend, which counts collectives from 1."""
     old, under_way = recorded["nccl"], UnderWay()
     old.append(entry(1, "nccl:all_reduce", number=5))
     under_way.start_over()

@@ -154,7 +154,10 @@ def test_a_wait_is_one_question(store: AgentStore, agent: Agent, *, is_nested: b
 
 
 def test_an_abort_ends_the_agents_wait(store: AgentStore, agent: Agent, tmp_path: Path) -> None:
-    """A wait ends by an abort, also in the agent, or if called off; then the store works again."""
+    """An abort ends the wait of a rank, also in the agent; then the store works again.
+
+    The file that calls off a meeting ends the wait, too.
+    """
     abortable = AbortableStore(Meeting(store))
     with ThreadPoolExecutor(1) as pool:
         got = pool.submit(PrefixStore("a", abortable).get, "key")
@@ -217,7 +220,7 @@ def test_a_silent_head_gives_ranks_more_time(agent: Agent, monkeypatch: pytest.M
 
 @pytest.mark.world
 def test_forked_children_have_no_store(store: AgentStore, connections: StoreConnections) -> None:
-    """A forked child cannot use the store, whether it has left the world or not; the rank can."""
+    """A forked child cannot use the store, even if it has closed no connection; the rank can."""
     store.set("key", "value")
     for leaves in (True, False):
         if (child := os.fork()) == 0:
@@ -233,7 +236,7 @@ def test_forked_children_have_no_store(store: AgentStore, connections: StoreConn
 
 
 def test_waits_in_a_store_of_torch_can_be_aborted(tmp_path: Path) -> None:
-    """A store of torch gets all calls; an abort ends a wait in it, and later waits at once."""
+    """A store of torch gets all calls; an abort ends a wait there, and later waits at once."""
     over_file = AbortableStore(Meeting(FileStore(str(tmp_path / "store"), 1)))
     asked: Store = PrefixStore("a", over_file)
     answers_all(asked)

@@ -221,7 +221,10 @@ def test_classes_of_the_user_do_no_harm():
 
 
 def test_locals_in_a_traceback_are_found(monkeypatch: pytest.MonkeyPatch):
-    """Locals of ended calls are found, but not the cell's own names; each exception comes once."""
+    """Locals of the calls in a traceback are found, but not the names of the cell itself.
+
+    Of all places that keep an exception, `last_errors` returns each exception once.
+    """
 
     def load() -> None:
         big = torch.zeros(10)
@@ -357,7 +360,7 @@ except ZeroDivisionError as error:
 
 
 def test_locals_of_a_traceback_are_released(world: World) -> None:
-    """`clean` releases the locals of a cell's exception; a call's locals go without `clean`."""
+    """`clean` releases the locals of a cell's exception; an exception of `World.run` keeps none."""
     with pytest.raises(ZeroDivisionError):
         world.execute(FAILS_AND_IS_KEPT)
     assert [len(each.kept) for each in world.call("memory")] == [1, 1]

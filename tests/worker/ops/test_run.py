@@ -205,7 +205,7 @@ def test_record_writes_torchs_error_file(world: World, write: Write) -> None:
 
 
 def execute(world: World, name: str, *args: str, local_rank: bool = False) -> CellResult:
-    """Run an executable."""
+    """Run an executable on all ranks; `local_rank` is as in `Script`."""
     script = find_script("executable", name, args, local_rank=local_rank)
     return dispatch.run(world.engine, world.task(script))
 
@@ -285,8 +285,11 @@ def packed(source: str, *args: Any, **names: Any) -> dict[int, Payload]:
     return {0: payload}
 
 
-def test_names_are_lent_for_the_call(context: Context) -> None:
-    """The caller's names are bound until the call ends; variables that the worker has are kept."""
+def test_names_of_the_caller_are_bound_for_the_call(context: Context) -> None:
+    """A call sees the caller's names, except for names that the worker has bound itself.
+
+    Of modules such as `torch` a call sees the caller's; afterwards the worker has its own again.
+    """
     names = context.names
     lent = {"torch": "our torch", "dist": "our dist", "mine": "ours", "k": 1}
     with lent_names(context, lent):
@@ -295,7 +298,10 @@ def test_names_are_lent_for_the_call(context: Context) -> None:
 
 
 def test_names_that_a_call_has_changed_stay_so(context: Context) -> None:
-    """Names stay as the call leaves them; if it binds names, lent names stay until another call."""
+    """Names that a call has bound or deleted stay as the call leaves them.
+
+    If a call binds names by `global`, the caller's other names stay bound until the next call.
+    """
     names = context.names
     names.clear()
     with lent_names(context, {"bound": 1, "deleted": 2, "torch": 3}):
@@ -347,7 +353,10 @@ def test_a_call_that_raises_is_shown_from_its_function(context: Context) -> None
 
 @pytest.mark.parametrize("stop", [SystemExit, KeyboardInterrupt])
 def test_a_stopped_call_is_shown_and_raised(context: Context, stop: type[BaseException]) -> None:
-    """SystemExit and KeyboardInterrupt are shown and raised; a call that cannot be read fails."""
+    """A call that SystemExit or KeyboardInterrupt ends is shown, and the exception is raised.
+
+    A call that cannot be unpickled raises VariableError, and no variable changes.
+    """
     before = {**context.names}
     with pytest.raises(VariableError):
         call(context, "f", {0: Payload((b"garbage",))}, {})

@@ -42,7 +42,7 @@ def context() -> Context:
 
 
 def test_gathered_values_keep_shared_parts(context: Context):
-    """Gathered values keep the parts that they share; a big value is lent until it is released."""
+    """Gathered values keep their shared parts; a big value's segment stays until its release."""
     brought = gather(context, ("x", "both", "len(x)"))
     assert brought.packed is not None
     x, both, length = unpickle(open_payload(brought.packed))
@@ -89,7 +89,10 @@ class Sender:
 
 
 def test_received_values_are_bound_by_a_second_op():
-    """A second op binds received values: a push in place, a scattered part as the rank's own."""
+    """`push` and `scatter` only bring values, which a second op binds to their names.
+
+    A pushed value changes an object in place; a scattered part belongs to the rank.
+    """
     names: dict[str, Any] = {"x": "as it was"}
     namespace = Namespace(names)
     namespace.add_ready({"rank": 1})
@@ -162,8 +165,11 @@ def copy(
     return [track.done.bound if track.done else frozenset() for track in tracks]
 
 
-def test_ranks_that_lack_a_name_get_all(world: World) -> None:
-    """Ranks that lack a name, or the ranks in `to`, get all names; the source owns them too."""
+def test_ranks_that_lack_a_name_get_all_names(world: World) -> None:
+    """Ranks that lack a name get all names; with `to`, only the ranks in `to` get them.
+
+    The source also counts as having bound the names.
+    """
     world.execute("if rank: x = rank\nif rank == 1: y = [x]")
     assert copy(world, "x", "y", source=1) == [{"x", "y"}] * 3
     assert world.gather("(x, y)") == [(1, [1])] * 3
@@ -191,7 +197,10 @@ def test_synced_objects_stay_shared(world: World) -> None:
 
 
 def test_definitions_come_with_values_that_use_them(world: World) -> None:
-    """Functions, classes and modules in use come to ranks that lack them; data has to be named."""
+    """A synced value brings the functions, classes and modules that it uses, but no data.
+
+    A rank that has a definition of the same name keeps its own.
+    """
     world.execute(
         "if rank == 0:\n"
         "    import math as m\n"
