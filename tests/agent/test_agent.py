@@ -68,7 +68,7 @@ def leave(notebook: Script[str]) -> None:
 def test_an_agent_ends_with_all_that_it_started(
     tmp_path: Path, kind: str, source: str, end: Callable[[Script[str]], None]
 ) -> None:
-    """With its notebook an agent ends too, and so do its workers, their children and its folder."""
+    """An agent ends if its notebook ends, and so do its workers, their children and its folder."""
     command = [sys.executable, "-c", NOTEBOOK, kind, STARTS, source]
     with Script(command, cwd=tmp_path, stdin=-1, stdout=-1, text=True) as notebook:
         guard = psutil.Process(int(notebook.stdout.readline()))
@@ -138,7 +138,7 @@ async def test_a_notebook_of_another_version_is_refused(runtime: Path) -> None:
 
 
 async def test_a_death_that_the_link_observes_releases_the_survivors(runtime: Path) -> None:
-    """As soon as the link observes the death of a rank, the agent aborts collectives."""
+    """If an agent's link to the notebook observes a rank's death, the agent aborts collectives."""
     carried_out = list[messages.Down]()
     link = NotebookLink(runtime, os.getpid(), SimpleNamespace(pid=1), carried_out.append, print)
     notebook: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -153,7 +153,7 @@ async def test_a_death_that_the_link_observes_releases_the_survivors(runtime: Pa
 
 
 async def test_calls_are_answered_in_turn_beside_other_work() -> None:
-    """Each call is answered in turn, by its number; other work is cancelled at the end."""
+    """Calls are answered in turn, by number; other work is cancelled when serving ends."""
     answers, said, released = list[AgentReply](), list[str](), asyncio.Event()
 
     async def answer(request: messages.RequestBody) -> messages.Reply:

@@ -35,7 +35,7 @@ def code(parent: Path) -> Iterator[CodeFolder]:
 
 
 def bring(code: CodeFolder, texts: dict[str, str], kind: bytes = tarfile.REGTYPE) -> CodeHeld:
-    """Send `texts`, as members of type `kind`, to a node that has another archive."""
+    """Send `texts`, as members of type `kind`, to a node without them; return its last answer."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for path, text in texts.items():
@@ -170,7 +170,7 @@ def test_the_folder_of_a_killed_agent_is_removed(code: CodeFolder, parent: Path)
 
 
 def test_a_shared_folder_is_used_as_it_is(code: CodeFolder, parent: Path) -> None:
-    """On a shared folder nothing is copied and no path changes; a copied folder is not shared."""
+    """A folder shared with the notebook is used as it is, but not a mere copy of the folder."""
     folder = parent / "nb"
     folder.mkdir()
     (folder / "a.py").write_text("1")

@@ -1,6 +1,7 @@
 """Tests of `nbdist.agent.group_formation`: the requests to the parts of a world, in order.
 
-The parts here have no processes; `test_parts` proves that real parts answer alike.
+A part is what runs the workers of one node. The parts here have no processes; `test_parts` proves
+that real parts answer alike.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ KILLED = "it was killed by SIGKILL"
 class FakePart:
     """A part whose ranks are no processes; its requests are recorded in `asked`.
 
-    `lack` is the reason why no rank can be started, `fails` the reason why a start fails.  The
-    next groups have these `problems`, each of which kills the last rank unless `stays` is set.
-    If `waits` is set, a start or a group waits for other parts until it is called off.
+    `lack` is the reason why no rank can be prepared for a group, and `fails` why the start of a
+    world fails. Each of the next groups reports one of the `problems`, which also kills the last
+    rank unless `stays` is set. If `waits` is set, a start or a group waits for other parts until it
+    is called off.
     """
 
     def __init__(self, node: int = 0) -> None:
@@ -103,7 +105,7 @@ class FakePart:
         return asked
 
     async def _called_off(self, generation: int) -> str:
-        """If `waits` is set, wait until `generation` is called off; return how ranks have ended."""
+        """Return KILLED once `generation` is called off if `waits` is set, otherwise "" at once."""
         self._generation = generation
         self._off.clear()
         if self.waits:
@@ -159,10 +161,10 @@ def world() -> TwoParts:
         ([(0, 3, {}), (2, 3, {})], None),
     ],
 )
-def test_groups_are_kept_if_survivors_have_the_world_size(
+def test_groups_are_kept_unless_a_survivor_has_another_size_or_rank(
     held: list[tuple[int, int, Groups]], kept: Groups | None
 ) -> None:
-    """Groups of any survivor are kept, unless a survivor has another world size or rank."""
+    """Groups of survivors are kept unless a survivor had another rank or another world size."""
     said = {rank: HeldGroups(*each) for rank, each in enumerate(held)}
     assert groups_to_keep({**said, 2: None}, 3) == kept
 
@@ -183,7 +185,7 @@ async def test_two_nodes_start_at_once_or_not_at_all(world: TwoParts) -> None:
 
 
 async def test_a_dead_rank_is_replaced_on_its_node(world: TwoParts) -> None:
-    """A new rank is prepared before any rank waits; kept groups are formed again by all ranks."""
+    """The dead rank's node first prepares a new rank; then all ranks form the kept groups again."""
     await world.start()
     world.one.die(2)
     world.other.alive[3] = HeldGroups(3, 4, {"pair": (2, 3)})

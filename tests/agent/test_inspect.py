@@ -310,8 +310,8 @@ def test_a_rank_replaced_meanwhile_is_shown_without_memory() -> None:
 
 
 @pytest.mark.unit
-def test_a_watch_is_on_before_it_runs() -> None:
-    """A watch is on from the call of `watch`, before its work has begun, until the work ends."""
+def test_a_usage_watch_is_on_before_it_runs() -> None:
+    """A `UsageWatch` is on from the call of `watch`, even before its work begins, to its end."""
     usage = UsageWatch(lambda used: None)
     work = usage.watch(lambda: [])
     assert usage.is_on
@@ -362,7 +362,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_gpus_are_found_by_number_or_uuid(library):
-    """GPUs are found by number, if CUDA counts alike, by the start of a UUID, or by MIG slice."""
+    """GPUs are found by UUID, by MIG slice, or by number if CUDA and NVML number them alike."""
     nvml = library("H200", "H200", "H200")
     gauge = GpuGauge()
     found = gauge.read(["0", "1", "GPU-2f", "MIG-x", "GPU-7", "5"], {})

@@ -164,10 +164,10 @@ lock(mutex), lock(mutex)
 
 
 @pytest.mark.world
-async def test_a_rank_that_is_spared_while_it_is_asked_lives_on(
+async def test_a_spared_rank_is_not_killed_by_an_earlier_stop(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stuck rank, spared while the agent waits for its answer, is killed only by another Stop."""
+    """If `spare` is called while a stuck rank is asked, only another Stop kills the rank."""
     stopping = Interrupter(abort_nothing, lambda places: None)
     watched.begin(STUCK)
     await until(lambda: any(isinstance(output, Text) for _, output in watched.shown))

@@ -130,7 +130,7 @@ def test_malformed_widget_messages_become_lines(message_parts: tuple[str, Any], 
 
 
 def test_well_formed_widget_messages_are_relayed() -> None:
-    """Paths of buffers have names and indices; the data of a message that closes is not read."""
+    """Messages that open, change or close a widget are relayed, the closing ones without data."""
     assert isinstance(output_from(message(*opens(state=MODEL, buffer_paths=[["a", 0]]))), Comm)
     assert isinstance(output_from(message(*changes(method="custom", content=[1]))), Comm)
     closes = {"comm_id": "a", "data": [1]}
@@ -139,7 +139,7 @@ def test_well_formed_widget_messages_are_relayed() -> None:
 
 @pytest.mark.parametrize("levels", [MAX_LEVELS - 2, MAX_LEVELS - 1, 900, 3000])
 def test_a_message_with_too_many_levels_is_dropped(levels: int) -> None:
-    """A message with too many levels keeps its number, and a line takes its place."""
+    """The content of a message with too many levels becomes a line, under the same number."""
     session = Session(key=b"ours")
     packed = session.msg("display_data", {}, metadata={"nbdist": {"number": 7}})
     deep = b'{"data": {"application/json": %b1%b}}' % (b"[" * levels, b"]" * levels)

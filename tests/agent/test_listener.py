@@ -138,7 +138,10 @@ def lab(request: pytest.FixtureRequest, runtime: Path, runner: asyncio.Runner) -
 
 
 async def test_assistants_get_stacks_logs_and_secrets(lab: Lab) -> None:
-    """Assistants get data of the named ranks, or of all ranks, and logs of limited length."""
+    """Queries give stacks and secrets of the named ranks, or of all, and logs of limited length.
+
+    An assistant's server asks for secrets, which are the values that it must hide in texts.
+    """
     found = await lab.ask(queries.InspectRanks("stacks", (1,)))
     assert isinstance(found, queries.Inspection)
     assert [each.rank for each in found.stacks] == [1]
@@ -192,10 +195,10 @@ async def test_bad_queries_harm_no_others(lab: Lab, said: queries.QueryMessage |
     assert "0 connections" in repr(lab.listener)
 
 
-async def test_each_kind_of_connection_has_its_own_room(
+async def test_silent_clients_and_slow_queries_block_no_others(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Silent clients, of which the oldest are closed, and slow queries do not block others."""
+    """Silent clients and slow queries block no other client; the oldest silent ones are closed."""
     monkeypatch.setattr(listener, "LINE_TIMEOUT", SOON)
     lab.is_open.clear()
     looking = [
@@ -326,7 +329,7 @@ def window(runtime: Path, runner: asyncio.Runner, store: HostedStore) -> Iterato
 
 
 async def test_a_worker_that_waits_blocks_no_other(window: StoreWindow, store: HostedStore) -> None:
-    """A worker can wait while another asks, until it disconnects; the socket is private."""
+    """While a worker waits, others are answered; the wait ends if the worker disconnects."""
     assert stat.S_IMODE(window.path.stat().st_mode) == 0o600
     one, other = await Asking.at(window), await Asking.at(window)
     waiting = asyncio.create_task(one.ask(Get(("key",), 10.0)))

@@ -130,7 +130,7 @@ def test_a_flood_of_anything_is_bounded() -> None:
 
 
 def test_outdated_outputs_are_not_kept() -> None:
-    """Older updates of a display, before and after its output, and answered prompts are dropped."""
+    """Before and after a display only its newest update is kept; answered prompts are dropped."""
     a, b, c = (DisplayUpdate({"text/plain": text}, {}, "d") for text in "abc")
     assert filled(Backlog(), figure("", "d"), a, b) == [figure("", "d"), b]
     assert filled(Backlog(), a, figure("", "d"), b, c) == [a, figure("", "d"), c]

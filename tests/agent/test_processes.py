@@ -82,7 +82,7 @@ async def test_a_worker_ends_without_the_others(tmp_path: Path, source: Source, 
 
 
 @pytest.mark.parametrize("source", ["fork"], indirect=True)
-async def test_a_silent_fork_server_is_replaced(
+async def test_a_fork_server_has_one_thread_and_is_replaced_if_silent(
     idle_imports: None, broken: None, monkeypatch: pytest.MonkeyPatch, source: Source
 ) -> None:
     """A fork server has one thread, so that a fork inherits no lock that nobody will release.
@@ -141,7 +141,10 @@ async def test_an_unwritable_log_is_named_in_the_error(source: Source) -> None:
 
 
 def test_a_fork_server_ends_with_its_agent(runtime: Path, adopting: None) -> None:
-    """Each worker has its own descriptors; without its agent the server and the folder go."""
+    """A fork server ends and removes its folder if the agent closes the socket between them.
+
+    No worker inherits the descriptors of another worker.
+    """
     folder = runtime / "world"
     folder.mkdir()
     server = fork_server.start_fork_server(folder)

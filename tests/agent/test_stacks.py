@@ -114,7 +114,8 @@ def check_not_mixed(memory: int, layout: CallLayout) -> None:
 def test_calls_of_the_main_thread_are_read(tmp_path: Path) -> None:
     """The main thread's calls are read, innermost first, also while C code holds the GIL.
 
-    Of an ended process no calls are read; only after a crash its calls are text, with their code.
+    Of an ended process no calls are read. If the process has crashed, its stack file has a text
+    with the calls and their code.
     """
     place = str(tmp_path / "program.py")
     with program(tmp_path) as (process, file), open(f"/proc/{process.pid}/mem", "rb", 0) as mem:
@@ -158,7 +159,7 @@ def test_a_process_without_python_has_no_calls(tmp_path: Path) -> None:
 
 
 def test_calls_of_a_crash_are_parsed() -> None:
-    """The calls of a crash are read below their headline; an unknown line becomes 0."""
+    """Calls are read below the headline of a crash; a line number that is unknown becomes 0."""
     text = '  File "a.py", line 1 in f\n  File "b.py", line ??? in g\n'
     told = stacks.crash_calls(f"Aborted\n\nStack (most recent call first):\n{text}")
     assert (told, stacks.crash_calls(text)) == ((("a.py", 1, "f"), ("b.py", 0, "g")), ())
@@ -185,7 +186,7 @@ def test_frames_begin_at_the_cell() -> None:
 
 @pytest.mark.parametrize("times", [1, 2, 3, stacks.MIN_EQUAL_READS - 1])
 def test_a_few_equal_readings_are_not_trusted(times: int) -> None:
-    """Some readings in a row may be mixed alike; only more equal readings count."""
+    """A reading counts only after MIN_EQUAL_READS equal ones, as a few may be mixed alike."""
     found = iter(["mixed"] * times + ["one"] * stacks.MIN_EQUAL_READS)
     with pytest.raises(Torn):
         stacks.read_stable(lambda: next(found))

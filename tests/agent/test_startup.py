@@ -104,7 +104,7 @@ def hang(processes: Processes) -> None:
 def test_a_guard_leaves_nothing_of_its_agent(
     processes: Processes, end: Callable[[Processes], None], number: signal.Signals
 ) -> None:
-    """All that the agent started ends, its folder is removed, and the guard ends as it did."""
+    """The agent's processes and folder are removed, and the guard ends by the agent's signal."""
     end(processes)
     processes.leave_nothing(number)
 
@@ -158,7 +158,10 @@ NO_ROOM = "nbdist: no further process can be started: Too many open files\n"
     ("free", "ended"), [(0, (0, "set() True True None\n", "")), (1, (1, "", NO_ROOM))]
 )
 def test_agents_start_below_a_guard(runtime: Path, free: int, ended: tuple[int, str, str]) -> None:
-    """An agent has the hard limit of open files and no slow import, or a line says why not."""
+    """An agent may open as many files as the hard limit allows, and imports nothing slow.
+
+    If the limit allows too few files, the agent ends with a line that says so.
+    """
     command = [sys.executable, "-P", "-c", BEGIN, str(runtime), str(free)]
     nothing = subprocess.DEVNULL
     found = subprocess.run(command, stdin=nothing, capture_output=True, text=True, timeout=SOON)

@@ -30,12 +30,12 @@ Steps = list[Decision | str]
 
 
 def supervisor(ranks: int = 2, backend: str = "gloo", **rules: bool | float) -> Supervisor:
-    """A supervisor of a task on all ranks of a world, which begins at second 0."""
+    """A supervisor of a task on all ranks, begun at second 0; `rules` are fields of `Rules`."""
     return Supervisor(range(ranks), Rules(ranks, backend, **rules), 0.0)  # type: ignore[arg-type]
 
 
 def looks(watched: Supervisor, now: float = 0.0) -> Steps:
-    """Return the steps of three looks, at which rank 0 waits and rank 1 does nothing."""
+    """Return what is decided at three looks, in which rank 0 waits and rank 1 does nothing."""
     steps: Steps = []
     for _ in range(3):
         now += 1.5
@@ -65,7 +65,10 @@ def test_a_death_frees_or_ends_survivors(backend: str, *, heals: bool, step: Ste
 
 
 def test_ranks_that_wait_for_a_finished_rank_are_released() -> None:
-    """Two looks with equal places are enough to release a rank; after Stop its agent does that."""
+    """A rank that waits for a finished rank is released after two looks with equal places.
+
+    The supervisor releases no rank after Stop, or if the rules have `aborts=False`.
+    """
     watched, stopped, patient = supervisor(), supervisor(), supervisor(aborts=False)
     for each in (watched, stopped, patient):
         each.receive(1, OK, 0.0)
@@ -95,7 +98,10 @@ def test_no_rank_is_located_during_a_prompt() -> None:
 
 
 def test_nccl_ranks_are_not_released_at_once() -> None:
-    """nccl2 notices an end within a second; until then a computing rank seems to wait."""
+    """A rank that seems to wait in nccl is released only later, as it may still be computing.
+
+    nccl2 notices the end of a collective within a second.
+    """
     watched = supervisor(backend="nccl")
     watched.receive(1, FAILED, 0.0)
     watched.receive(1, Done("error", 0.1), 0.0)
@@ -126,7 +132,7 @@ def test_a_task_that_takes_too_long_is_stopped_once(backend: str) -> None:
 
 
 def test_ranks_that_do_not_answer_are_stopped_too() -> None:
-    """A timeout waits for the places of ranks only for `LOCATED_TIMEOUT`."""
+    """A timeout stops ranks even if their places are not known after `LOCATED_TIMEOUT`."""
     watched = supervisor(backend="none", timeout=5.0)
     assert [*watched.next_steps(5.0)] == [LOCATE]
     assert watched.seconds_to_step(5.0) == pytest.approx(LOCATED_TIMEOUT)
@@ -134,7 +140,7 @@ def test_ranks_that_do_not_answer_are_stopped_too() -> None:
 
 
 async def test_a_stop_that_crosses_a_timeout_is_no_second_stop() -> None:
-    """The first Stop of a notebook that has not heard of a timeout interrupts no rank again."""
+    """A first Stop that arrives after a timeout has interrupted its ranks interrupts no rank."""
     has_decided = asyncio.Event()
     supervision = Supervision(lambda _: None, lambda _: has_decided.set())
     supervision.receive(RunTask("id", (0, 1), b"", rules=Rules(2, timeout=0.0)))
@@ -150,7 +156,7 @@ async def test_a_stop_that_crosses_a_timeout_is_no_second_stop() -> None:
 
 @pytest.mark.parametrize("holds_stop", [False, True])
 async def test_a_timeout_interrupts_the_ranks_that_still_run(*, holds_stop: bool) -> None:
-    """A timeout interrupts ranks that have not finished, unless their task holds the first Stop."""
+    """A timeout interrupts ranks that have not finished, but none if `holds_stop` is set."""
     has_decided, carried_out = asyncio.Event(), list[Down]()
     supervision = Supervision(carried_out.append, lambda _: has_decided.set())
     rules = Rules(3, timeout=0.0, holds_stop=holds_stop)
@@ -164,7 +170,7 @@ async def test_a_timeout_interrupts_the_ranks_that_still_run(*, holds_stop: bool
 
 @pytest.mark.parametrize(("backend", "ended"), [("gloo", (0,)), ("cpu:gloo,cuda:nccl", ())])
 def test_a_rank_that_no_abort_wakes_is_ended(backend: str, ended: tuple[int, ...]) -> None:
-    """A rank that still waits calmly after three aborts is ended, but not a rank that moved on."""
+    """A gloo rank that waits as before after three aborts is ended; a rank that moved is not."""
     watched, now, steps = supervisor(3, backend), 0.0, Steps()
     watched.receive(2, OK, now)
     while len(steps) < 4:

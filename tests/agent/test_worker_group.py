@@ -112,7 +112,10 @@ READY = f"printf %s '{mark(TOKEN, 'ready').decode()}'; exec sleep 1000"
 async def test_a_worker_that_cannot_start_is_ended(
     runtime: Path, source: Source, program: Program, text: str, timeout: float, why: str
 ) -> None:
-    """A worker that fails is killed and calls off others; after a call-off it has no reason."""
+    """A worker that cannot start is ended with a reason, and calls off the start of others.
+
+    A worker whose own start was called off is ended without a reason.
+    """
     start = worker_start(runtime)
     start = replace(start, world=replace(start.world, python=str(program(text))))
     worker = Worker(start, source.source, None, lambda *_: None)
@@ -164,7 +167,7 @@ async def test_a_fork_that_comes_late_is_killed(
     ("address", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)]
 )
 def test_a_held_port_is_for_user_code(address: str, family: socket.AddressFamily) -> None:
-    """No other program gets the port; a socket with SO_REUSEADDR can listen on it, twice too."""
+    """No other program gets a held port, but user code can listen on it with SO_REUSEADDR."""
     if address not in {each.address for on in psutil.net_if_addrs().values() for each in on}:
         pytest.skip(f"this machine has no {address}")
     port = HeldPort(address)

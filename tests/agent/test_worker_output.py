@@ -89,7 +89,10 @@ def merger() -> Merger[str]:
 
 
 def test_a_message_and_its_mark_wait_for_one_another(merger: Merger[str]) -> None:
-    """Only text of the stderr pipe does not wait, since the message may be the end of the cell."""
+    """Text of stdout behind a mark waits for the mark's message, and the message for the mark.
+
+    Text of the stderr pipe does not wait, since the message may be the end of the cell.
+    """
     merger.receive_stdout(b"a" + mark(TOKEN, 1) + b"b", now=0.0)
     assert merger.pop_ready(now=0.0) == [Text("stdout", "a")]
     assert merger.queue
@@ -104,7 +107,7 @@ def test_a_message_and_its_mark_wait_for_one_another(merger: Merger[str]) -> Non
 
 
 def test_lost_message_is_waited_for_some_seconds(merger: Merger[str]) -> None:
-    """A lost message is awaited some seconds, from the last message that came in its turn."""
+    """The wait for a lost message ends LOST_AFTER seconds after the last message in its turn."""
     merger.receive_stdout(mark(TOKEN, 1) + mark(TOKEN, 2) + b"2" + mark(TOKEN, 3), now=0.0)
     merger.receive_message(1, "<1>", now=0.0)
     assert merger.pop_ready(now=LOST_AFTER - 1) == ["<1>"]
@@ -188,7 +191,7 @@ async def test_outputs_of_a_worker_keep_their_order(tmp_path: Path) -> None:
 
 
 async def test_the_last_line_is_whole_and_not_blank(tmp_path: Path) -> None:
-    """The last line is whole, never blank, of limited length, and of a bar the last state."""
+    """The last line is whole, not blank, and of limited length; a bar gives its last state."""
     bar, long = ("\r10%|#", "\r20%|##"), "x" * 100_000
     output = worker_output.WorkerOutput(TOKEN, WorkerLog(tmp_path), lambda item: None)
     seen = [output.last_line]
@@ -262,7 +265,7 @@ def test_a_bad_log_folder_gives_a_warning(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_the_newest_lines_are_kept(tmp_path: Path) -> None:
-    """Two files keep the newest lines, uncut, up to a limit; an endless line is cut some time."""
+    """Two files keep the newest lines whole, up to a limit; a line without an end is cut."""
     log = WorkerLog(tmp_path / "limit", 100_000)
     lines = [f"line {number} " + "x" * (number % 97) for number in range(9000)]
     text = "\n".join(lines) + "\n"

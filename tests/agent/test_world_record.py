@@ -214,7 +214,8 @@ BAD = Failure("ValueError", "bad shard", ("a\n" * 100 + "b" * 1000,), 7)
 def test_the_last_failure_stays_known(lab: Lab) -> None:
     """The last failure stays known during later tasks; late outputs of old tasks are dropped.
 
-    A task also has the places of ranks whose collective a notebook has aborted.
+    If a notebook aborts collectives, the task's record has the places of all ranks, and the ranks
+    whose collective was aborted.
     """
     assert lab.record.tasks == Inspection()
     lab.begin(1, 0, 1)
