@@ -65,7 +65,7 @@ def full_port() -> Iterator[int]:
 
 
 def test_a_machine_out_of_reach_is_named() -> None:
-    """A machine that refuses is in reach; another one is named with its address, and why."""
+    """A machine that accepts or refuses is in reach; another one is named, with the reason."""
     with socket.socket() as silent, socket.create_server(("127.0.0.1", 0)) as heard:
         silent.bind(("127.0.0.1", 0))
         here = [ProbeTarget("a", *each.getsockname()) for each in (silent, heard)]

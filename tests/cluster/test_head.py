@@ -138,8 +138,8 @@ if rank != 3:
 """
 
 
-def test_stop_finds_a_step_without_a_finished_rank(world: World) -> None:
-    """Unfinished ranks stop at a step, though Stop is for all ranks."""
+def test_unfinished_ranks_stop_at_a_step_though_one_has_finished(world: World) -> None:
+    """A Stop for all ranks ends the unfinished ones at a common step, although one has finished."""
     world.execute(
         "import torch, torch.distributed as dist\ngroup = dist.new_group([0, 1, 2])\n"
         "optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])"
@@ -342,7 +342,10 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def bring(
     kept: KeptCode, nodes: list[Direct], folder: Path, mark: Landmark | None = None, **texts: str
 ) -> CodeHeld:
-    """Store code as a notebook does; `a="1"` is the content of `a.py` in its folder."""
+    """Store code as a notebook does: `a="1"` is the content of `a.py`; return the last answer.
+
+    `mark` is the landmark by which a node recognizes a shared folder.
+    """
     folder.mkdir(exist_ok=True)
     for name, text in texts.items():
         (folder / f"{name}.py").write_text(text)
@@ -394,7 +397,7 @@ HOUR = 3600 * 10**9
 
 
 def test_failures_of_a_node_get_the_heads_time() -> None:
-    """Failures have the time of the head's clock; of a lost node only shown output is kept."""
+    """Failures of a node get the time of the head's clock; of a lost node none are kept."""
     text, ended = Text("stdout", "step 9"), Done("error", 0.0, received=False)
     failure, died = Failure("ValueError", "no", (), HOUR + 5), Died(-9, HOUR + 7)
     outputs = Outputs(((0, "t", text), (0, "t", failure), (1, "t", died)))

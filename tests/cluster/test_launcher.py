@@ -78,7 +78,7 @@ def test_launchers_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_ssh_asks_nothing_and_outlasts_the_link() -> None:
-    """ssh asks for no password, and waits for an answer at least as long as the link."""
+    """ssh asks for no password, and bears a silent machine at least as long as the link does."""
     host = parse_hosts("root@b:2")[0]
     wanted = WorldConfig(hosts="b", python="/venv/bin/python", wrap="nice -n 5", link_timeout=60)
     command = launcher.ssh_command(host.destination, 1, wanted)
@@ -270,7 +270,7 @@ REASONS = [
 
 
 def test_known_lines_become_reasons() -> None:
-    """The first known line becomes the reason, with the option that names the missing program."""
+    """The first known line of a failed start becomes the reason; an option that fits is named."""
     for line, said in REASONS:
         found = launcher.why_refused("b", ["Welcome to b", *line.splitlines(), "bye"], WRAPPED)
         assert (found[: len(said)], bool(found)) == (said, bool(said))

@@ -40,7 +40,7 @@ class Machine:
 
 
 def machine(number: int, gpus: int = 0, cores: int = 2) -> Machine:
-    """Return a node with so many GPUs and cores."""
+    """Return a node with this many GPUs and cores."""
     names = tuple(map(str, range(gpus)))
     address, port = f"10.0.0.{number + 1}", 4000 + number
     facts = NodeFacts(f"n{number}", number, address, port, cores, names, "", {})

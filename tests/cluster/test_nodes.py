@@ -60,8 +60,11 @@ exec {python} "$@"
 """An interpreter that starts on the second machine after three seconds."""
 
 
-def test_a_task_runs_on_all_late_machines(launchers: None, tmp_path: Path) -> None:
-    """A first task is for all ranks that come; a restart may have a different known launcher."""
+def test_a_task_sent_early_runs_on_all_machines(launchers: None, tmp_path: Path) -> None:
+    """A task that is sent before any machine has come runs on the ranks of all machines.
+
+    A restart may use another launcher, but an unknown launcher is refused and ends nothing.
+    """
     python = tmp_path / "slow"
     python.write_text(SLOW.format(python=sys.executable))
     python.chmod(0o755)
@@ -95,7 +98,7 @@ def test_a_task_runs_on_all_late_machines(launchers: None, tmp_path: Path) -> No
 
 
 def test_items_of_a_map_reach_ranks_of_two_nodes(launchers: None) -> None:
-    """Items go to other machines in messages; an item or a result above the limit has one line."""
+    """Items go to other machines in messages; an item or a result above the limit is an error."""
     with World(layout="2x1", launcher="here", log_dir="", show=False) as world:
         items = [bytes([number]) * (1 << 20) for number in range(6)]
         assert world.map(lambda item: item[-1], items) == [*range(6)]
@@ -107,7 +110,10 @@ def test_items_of_a_map_reach_ranks_of_two_nodes(launchers: None) -> None:
 
 
 def test_a_restart_brings_a_lost_machine_back(launchers: None) -> None:
-    """The error names the restart, though as many nodes are left as the world needs."""
+    """A restart brings back a lost machine, although the world could do without the machine.
+
+    The error about the loss names the command of the restart.
+    """
     with World(layout="1:2x1", launcher="here", log_dir="", show=False) as world:
         wait_until(lambda: has_ranks(world, 2), "the second machine is there")
         everyone = psutil.Process(world.engine.connection.link.agent.pid).children(recursive=True)
@@ -123,7 +129,7 @@ def test_a_restart_brings_a_lost_machine_back(launchers: None) -> None:
 
 
 def has_ranks(world: World, number: int) -> bool:
-    """Return True if the world has so many ranks, after it has used machines that have come."""
+    """Return True if the world has `number` ranks, after it has used machines that have come."""
     world.execute("pass")
     return world.size == number
 
@@ -179,7 +185,10 @@ JOIN, RUN = "nbdist join a:1", "run `nbdist join a:1` on each machine · "
 def test_a_start_counts_the_nodes_that_have_come(
     awaited: Awaited, room: dict[str, int], *, is_enough: bool, will_do: bool, said: str
 ) -> None:
-    """The text names the command until all have come; without a command `least` nodes suffice."""
+    """Until all nodes have come, the text names the command by which users let machines join.
+
+    If a launcher starts the nodes, there is no command, and `least` nodes are enough.
+    """
     found = awaited.is_complete(room), awaited.can_start_without_rest(room), awaited.text(room)
     assert found == (is_enough, will_do, said)
 
@@ -361,7 +370,7 @@ def test_a_paused_agent_is_named_or_lost(world: World, tmp_path: Path) -> None:
 
 
 def test_a_silent_agent_hides_no_world(launchers: None) -> None:
-    """A question about all ranks is answered about the other ranks before it times out."""
+    """A question about all ranks has the rows of other machines, although one agent is silent."""
     with World(layout="2x1", **{**OPTIONS, "link_timeout": 60}) as world:
         (head,) = psutil.Process(world.engine.connection.link.agent.pid).children()
         with paused(agents(head.pid)["1"].pid), ThreadPoolExecutor() as pool:

@@ -99,7 +99,10 @@ async def test_the_server_listens_at_chosen_addresses_only(opened: Opened) -> No
 
 @pytest.mark.parametrize("opened", [((), 30.0)] * 2, indirect=True, ids=["once", "and again"])
 async def test_the_server_notices_messages_and_ends(opened: Opened) -> None:
-    """Messages arrive both ways and an end is noticed, also at a second server."""
+    """Messages arrive both ways, and the server learns that an agent has ended.
+
+    A second server in the same process works, too.
+    """
     with connect(opened.ticket) as link:
         link.send_multipart(Numbered().message([pack(Starting(3))]))
         await until(lambda: opened.said)
@@ -113,7 +116,7 @@ async def test_the_server_notices_messages_and_ends(opened: Opened) -> None:
 
 
 async def test_no_message_is_lost_if_an_agent_reconnects(opened: Opened) -> None:
-    """Both sides get each message once; an agent that was given up is told of its end."""
+    """Both sides get each message once; an agent that was given up is told so if it reconnects."""
     ticket, talk = opened.ticket, Numbered()
     with connect(ticket, b"agent") as first:
         first.send_multipart(talk.message([pack(Starting(0))]))
@@ -241,7 +244,8 @@ class Between:
 async def test_recorded_and_changed_data_are_refused(opened: Opened) -> None:
     """Somebody between agent and head can read no key, replay no connection, and change no byte.
 
-    The message comes by a new connection, after missing signs of life (libzmq 4.3.5).
+    A message that was changed on its way comes again by a new connection, once signs of life are
+    missing (libzmq 4.3.5).
     """
     between, talk = Between(opened.server.port), Numbered()
     async with await asyncio.start_server(between.serve, "127.0.0.1", 0) as listening:
@@ -304,7 +308,10 @@ ip route add default via 10.1.2.1
 
 
 def test_addresses_are_the_machines_own_or_chosen() -> None:
-    """The server listens at a chosen address only if this machine has it, else at all."""
+    """Agents are given the chosen address, or else all addresses of the head's machine.
+
+    The server listens at the chosen address only if the machine has it, otherwise at all addresses.
+    """
     own = {each.address for found in psutil.net_if_addrs().values() for each in found}
     assert (found := {*addresses(None)})
     assert found <= own

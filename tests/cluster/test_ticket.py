@@ -173,7 +173,7 @@ def test_a_join_fails_with_its_agent(port: int) -> None:
 
 
 def test_the_first_process_of_a_node_leads() -> None:
-    """All variables must number a process 0; a process without a number is alone."""
+    """A process leads its node if each variable with its number says 0, or if it has no number."""
     for environ, leads, node in (
         ("", True, -1),
         ("GROUP_RANK=1 LOCAL_RANK=0", True, 1),
@@ -192,10 +192,13 @@ def test_the_first_process_of_a_node_leads() -> None:
         assert found == (leads, node), environ
 
 
-def test_one_joins_per_node(
+def test_one_process_joins_per_node(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:
-    """Other processes succeed, else torchrun would end all; agents get no numbers of processes."""
+    """Only one process of a node joins; the others exit with 0, since torchrun would end all.
+
+    The environment of an agent has no numbers of processes.
+    """
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert main(["join", f"127.0.0.1:{port}"]) == 0
     assert capsys.readouterr().err == (

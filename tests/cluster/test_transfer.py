@@ -31,7 +31,7 @@ def memory() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def segment(memory: ExitStack) -> Segment:
-    """A segment of a piece and a half."""
+    """A segment that is sent in two pieces, a whole piece and a half."""
     return memory.enter_context(run_to_end(Segment.filling([b"s" * (3 * TRANSFER_PIECE // 2)])))
 
 
@@ -66,7 +66,7 @@ class Head:
         )
 
     async def pass_on(self, number: int, pieces: int = 99) -> list[int]:
-        """Send a node at most so many requested pieces; return their offsets."""
+        """Send a node at most `pieces` of the pieces that it requests; return their offsets."""
         node, offsets = self.nodes[number], []
         await asyncio.sleep(0)
         while node.asked and len(offsets) < pieces:
@@ -80,7 +80,7 @@ class Head:
         return offsets
 
     async def bring_back(self, number: int, pieces: int = 99) -> None:
-        """Let a node send at most so many pieces that the head requests."""
+        """Let a node send at most `pieces` of the pieces that the head requests."""
         node = self.nodes[number]
         await asyncio.sleep(0)
         for _ in range(pieces):
@@ -142,7 +142,10 @@ async def test_a_task_runs_once_all_nodes_have_its_memory(head: Head, segment: S
 async def test_nodes_keep_memory_as_long_as_the_notebook(
     head: Head, segment: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A closed segment is dropped on nodes, and a task with it is sent, so that ranks report it."""
+    """Nodes drop a segment once the notebook has closed it.
+
+    A later task with the segment is sent all the same: its ranks report that the segment is gone.
+    """
     monkeypatch.setattr(transfer, "TRANSFER_POLL_INTERVAL", 0.001)
     head.transfers.run(task := run("a", segment), (0, 1))
     for node in (0, 1):
@@ -236,7 +239,10 @@ async def test_the_end_of_a_task_waits_for_its_values(head: Head, segment: Segme
 async def test_a_task_fails_if_its_values_do_not_arrive(
     head: Head, segment: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After Stop, or without room or segment, a task ends in an error; bound names stay."""
+    """A task whose values do not arrive ends in an error, but the names that it bound are kept.
+
+    The reason is Stop, too little memory, or a segment that is gone.
+    """
     before = len(os.listdir("/proc/self/fd"))
 
     def said() -> str:
