@@ -7,10 +7,10 @@ What a user does, in an IPython shell: cells that bind, change and delete variab
 what never comes, are stopped, or run in the background beside others; variables sent, gathered,
 scattered, copied, saved and restored; ranks that die or are restarted, more ranks and fewer.  After
 each action all ranks have to have what `tests.faults.oracle` says, in the same processes as before,
-and nbdist has to have named what was lost.  The first action after which it is not so is printed
-with its seed and step, and ends the program with exit code 1.  So does what has grown: at the end
-notebook, agent and fork server have as much memory, and as many descriptors, threads and processes,
-as after the first actions.
+and nbdist has to have named what was lost.  The first action after which any of this is untrue is
+printed with its seed and step, and ends the program with exit code 1.  The program also fails if
+notebook, agent and fork server have more memory, descriptors, threads or processes at the end than
+after the first actions.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Holdings(NamedTuple):
     megabytes: float
 
     def has_grown_since(self, before: Holdings) -> bool:
-        """Whether the growth is more than a new connection and the threads of the pool explain.
+        """Whether there is more growth than by a new connection and two threads of a thread pool.
 
         Memory goes up and down: 16 MiB in three processes are no growth.
         """
@@ -453,7 +453,7 @@ def stopped_when(is_due: Callable[[], bool]) -> Iterator[None]:
 
 
 def act(seed: int, actions: int, folder: str) -> Counter[str]:
-    """Do so many actions, each followed by a look; return how many of each kind there were."""
+    """Do `actions` actions, each followed by a look; return how often each action was done."""
     dice, done = random.Random(seed), Counter[str]()
     notebook = Notebook(dice, folder)
     try:

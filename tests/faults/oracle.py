@@ -14,7 +14,11 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Kind:
-    """A variable that `bind` makes of `{v}` and `change` counts up; `read` gives `size` numbers."""
+    """The source code with which cells bind, change and read a variable of a kind.
+
+    `bind` gives the variable the number `{v}` in each of `size` places, `change` adds 1 to each of
+    them, and `read` is an expression for the list of these numbers.
+    """
 
     size: int
     bind: str
@@ -68,10 +72,11 @@ class Here(NamedTuple):
 class Held:
     """A variable of a rank.
 
-    `is_own` is True if a task has bound the variable there.  `counterpart_of` is the number of the
-    notebook's object whose counterpart the variable is, 0 for none, `received` the value that came,
-    and `known` the value that the notebook has sent, None if the notebook knows none.  `is_old` is
-    True once the notebook has bound the name again: a cell that uses it brings the new object.
+    `is_own` is True if a task has bound the variable there. `counterpart_of` is the number of the
+    notebook's object whose counterpart the variable is, 0 for none; `received` is the value that
+    came, and `known` the value that the notebook has sent, None if the notebook knows none.
+    `is_old` is True once the notebook has bound the name again, so that a cell which uses the name
+    brings the notebook's new object.
     """
 
     value: list[int]
@@ -94,12 +99,15 @@ Ranks = list[dict[str, Held]]
 class Oracle:
     """The variables of all `ranks`, those `here` in the notebook, and those `saved`; all by kind.
 
-    `pids` are the ranks' processes, 0 for a new one.  nbdist has to report `lost`, by rank the
-    names that are gone, `replaced`, the kinds of which the notebook's variable has replaced a
-    rank's, and `kept`, the kinds that both sides have changed.  `theirs` has the numbers of the
-    notebook's objects of which ranks keep their own version, with the value for which a line has
-    said so; `changed` has the numbers of those that ranks are known to have changed.  `missing` has
-    by rank the kinds that are not sent to the rank because its process is new.
+    `pids` are the ranks' processes, 0 for a new one. Three fields have what nbdist must report:
+    `lost` has by rank the names that are gone, `replaced` the kinds for which the notebook's
+    variable has replaced a rank's, and `kept` the kinds that both sides have changed.
+
+    The keys of `theirs` are the numbers of those objects of the notebook of which ranks keep their
+    own version; its values are the notebook's values about which nbdist has shown a line, None
+    before the first line. `changed` has the numbers of the objects that ranks are known to have
+    changed. `missing` has by rank the kinds that are not sent to the rank because its process is
+    new.
     """
 
     ranks: Ranks
@@ -249,7 +257,7 @@ class Oracle:
                 has[kind].is_old = True
 
     def read_here(self, kind: str) -> None:
-        """Let a plain cell read a variable: nbdist asks all ranks for changes if one has it."""
+        """Let a plain cell read a variable: nbdist asks all ranks for changes if any got it."""
         if any(kind in has and not has[kind].is_own for has in self.ranks):
             self.note_changes(self.everyone)
 
@@ -266,7 +274,11 @@ class Oracle:
     def lose(
         self, ranks: Collection[int], keep: Sequence[str] = (), *, at_rest: bool = False
     ) -> None:
-        """Make some ranks new processes with only `keep`; `at_rest`, note their changes before."""
+        """Give some ranks new processes, which have only the variables `keep`.
+
+        With `at_rest` nbdist asks all ranks for their changes before; otherwise only the ranks that
+        stay.
+        """
         left = [rank for rank in self.everyone if rank not in ranks]
         self.note_changes(self.everyone if at_rest else left)
         changed = self._changed_kinds(left)

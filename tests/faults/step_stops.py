@@ -189,7 +189,7 @@ class Press(NamedTuple):
 
 
 def presses_in(world: World, name: str, number: int) -> Iterator[Press]:
-    """Press Stop in the training so many times, each time after a random wait."""
+    """Press Stop in a training `number` times, after random waits; yield each result."""
     setup, cell = SCENARIOS[name]
     world.execute(BEGIN + setup)
     for _ in range(number):

@@ -2,8 +2,8 @@
 
     python -m tests.faults.stops --ranks 2,4,8 --busy 4
 
-One rank sleeps, the others wait for it in a collective, as the first of their world and after
-others; then Stop.  Every rank has to keep its process and its variables.
+One rank sleeps, and the others wait for it in a collective, which is the first of their world or
+comes after others.  Then Stop is pressed: every rank has to keep its process and its variables.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SPIN = "import os\nparent = {parent}\nwhile os.getppid() == parent:\n    sum(ran
 
 @contextmanager
 def spinning(processes: int) -> Iterator[None]:
-    """Keep so many processes spinning; they end with this process at the latest."""
+    """Keep this many processes spinning; they end with this process at the latest."""
     command = [sys.executable, "-c", SPIN.format(parent=os.getpid())]
     started = [subprocess.Popen(command) for _ in range(processes)]
     try:
@@ -77,7 +77,11 @@ def stop_in(world: World, source: str) -> tuple[float, float, tuple[int, ...]]:
 
 
 def tried(world: World, name: str, source: str, moment: str) -> tuple[bool, float]:
-    """Print the result of a Stop; return whether ranks lost anything, and seconds until control."""
+    """Press Stop in a call, and print the result.
+
+    `moment` says whether the call is the first of its world. Return whether ranks lost anything,
+    and the seconds until control is back.
+    """
     control, working, lost = stop_in(world, source)
     times = f"{control:6.2f} s{working:6.2f} s  {f'LOST {lost}' if lost else 'kept'}"
     sys.stdout.write(f"{world.size:2} ranks, {moment:12} {name:24}{times}\n")
@@ -86,7 +90,7 @@ def tried(world: World, name: str, source: str, moment: str) -> tuple[bool, floa
 
 
 def all_stops(ranks: int) -> Iterator[tuple[bool, float]]:
-    """Press Stop in each call, in a world of so many ranks."""
+    """Press Stop in each call, in a world of this many ranks; yield the results of `tried`."""
     with World(ranks, log_dir="", show=False) as world:
         for name, source in FIRST.items():
             yield tried(world, name, source, "first")

@@ -23,7 +23,7 @@ main()
 def test_ranks_agree_with_the_oracle_after_each_action() -> None:
     """After each action ranks are as the oracle says, and losses are named; nothing grows.
 
-    Neither the many actions nor the long list of Stops needs pytest.
+    The programs `actions` and `stops` run without pytest.
     """
     command = [sys.executable, "-c", WITHOUT_PYTEST, "--seed", "3", "--actions", "15"]
     subprocess.run(command, check=True, timeout=2 * SOON)

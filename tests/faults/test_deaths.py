@@ -63,7 +63,7 @@ def death(world: World, source: str) -> tuple[Died, list[str]]:
 def test_a_crash_shows_its_calls_from_the_cell(logged: World) -> None:
     """A crashed rank's block shows its calls from the cell inwards, not a child's earlier crash.
 
-    The same of a spawned worker: `attacks/test_environments.py`.
+    Spawned workers are tested in `attacks/test_environments.py`.
     """
     end = "os.kill(os.getpid(), signal.SIGSEGV)"
     source = f"import os, signal\ndef end():\n    {end}\nprint('hello')\nif rank: end()"

@@ -97,7 +97,7 @@ class Notebook(front_end.Notebook):
         return [process for process in forked if process != self.fork_server]
 
     def end_by(self, deaths: Sequence[str], moment: str) -> None:
-        """Cause all deaths one after the other in that moment, and wait until nothing is left."""
+        """Cause `deaths` in turn during the cell of `moment`, and wait until nothing is left."""
         self.begin(MOMENTS[moment])
         there = self.find("")
         for death in deaths:
@@ -111,7 +111,7 @@ class Notebook(front_end.Notebook):
         return provisioner is None or provisioner.process is None  # type: ignore[attr-defined]
 
     def folders_left_by(self, there: Sequence[psutil.Process]) -> set[Path]:
-        """Return new runtime folders, but those of agents that were started after `there`."""
+        """Return the new runtime folders, except for folders of agents that are not in `there`."""
         used = set[Path]()
         with suppress(psutil.NoSuchProcess):  # its kernel has ended
             found = [] if self.has_ended else self.find("nbdist.agent /")
@@ -120,7 +120,7 @@ class Notebook(front_end.Notebook):
         return runtime_folders() - self.before - used
 
     def has_nothing_of(self, there: Iterable[psutil.Process], when: str) -> None:
-        """Wait until all processes of `there` have ended, and their runtime folders are gone.
+        """Wait until the processes in `there` have ended, and their runtime folders are gone.
 
         A restart whose agent is killed early starts another agent, which has a folder of its own.
         """

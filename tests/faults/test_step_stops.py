@@ -46,7 +46,10 @@ def world(world: World) -> World:
 
 
 def train(world: World, cell: str, *made: int, seconds: float = 0.0) -> TaskRun:
-    """Run a training until each rank has printed so many lines (steps, at most 5), and longer."""
+    """Run a training until each rank has printed as many lines as `made`, and `seconds` more.
+
+    Ranks print a line for each of their first five steps. Return the task, which still runs.
+    """
     running, until = world.submit(world.task(cell)), float("inf")
     for _ in world.follow(running):
         lines = [track.line_count for track in running.transcript]
@@ -280,7 +283,11 @@ signal.signal = set_late
 
 @pytest.mark.parametrize("late", [1, 2])
 def test_sigint_as_a_task_ends_hides_no_steps(world: World, late: int) -> None:
-    """SIGINT at the end of a task hides none of its steps, and a single one no variables."""
+    """All steps of a task are counted even if SIGINT comes at the task's end.
+
+    A single SIGINT there does not fail the task either, and its variables are known; a second one
+    does fail the task.
+    """
     trains = f"for _ in range(5): optimizer.step()\nmade{late} = rank"
     source = LATE_SIGINT.format(late=late) + trains
     running = world.submit(world.task(source))
