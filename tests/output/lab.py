@@ -49,7 +49,7 @@ TRUSTED_ATTRIBUTES, TRUSTED_STYLES = {"name"}, {"container-type"}
 
 
 class Panel(HTMLParser):
-    """A parsed panel, with its text and images; fails on tags that are not allowed or closed."""
+    """A parsed panel, with text and images; fails on a tag that is not allowed or not closed."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ def final_html(transcript: Transcript, *options: Any) -> str:
 
 
 def tabs_of(transcript: Transcript, name: str = "x") -> Shown:
-    """Return the panel of a finished cell whose ranks have tabs."""
+    """Return the panel of a finished cell whose ranks have tabs, with `name` for its tabs."""
     return final_tabs(final_layout(transcript), transcript, {}, name)
 
 

@@ -385,7 +385,7 @@ def nested_bars_final() -> Panel:
 
 
 def _timeless(written: str) -> str:
-    """Replace the times that tqdm has measured."""
+    """Return a text with fixed times in the place of the times that tqdm has measured."""
     written = re.sub(r"\d\d:\d\d<(?:\d\d:\d\d|\?)", "00:08<00:04", written)
     return re.sub(r"\s*(?:[\d.]+|\?)\s?(?:it/s|s/it)", " 5.80it/s", written)
 
@@ -741,12 +741,12 @@ def in_tabs(transcript: Transcript) -> Panel:
 
 
 def made() -> dict[str, bytes]:
-    """Make all files, by name."""
+    """Return all files as the present code makes them, by name."""
     return {name: text.encode("utf-8", "backslashreplace") for name, text in files()}
 
 
 def there() -> dict[str, bytes]:
-    """Read the files in the folder, by name."""
+    """Return the files in the folder, by name."""
     return {each.name: each.read_bytes() for each in FOLDER.glob("*.*")}
 
 

@@ -25,7 +25,7 @@ def test_ticks_of_a_linear_axis_are_true(ends: list[float], most: int) -> None:
 
 @given(some.tuples(POSITIVE, POSITIVE).map(sorted).filter(lambda ends: ends[1] >= 10 * ends[0]))
 def test_ticks_of_a_logarithmic_axis_are_true(ends: list[float]) -> None:
-    """The same for a logarithmic axis, also of the largest and the smallest numbers."""
+    """Ticks of a logarithmic axis are true, too, also for the largest and smallest numbers."""
     check(Axis(ends[0], ends[1], is_log=True))
 
 
@@ -62,7 +62,7 @@ def test_ticks_are_round_numbers(axis: Axis, labels: str) -> None:
 
 
 def test_labels_are_at_their_ticks() -> None:
-    """The spaces before, between and after the labels of an axis have the shares of the ticks."""
+    """The spaces around the labels of an axis are in proportion to the distances of its ticks."""
     html = with_axes("<img>", Axis(0, 10, max_ticks=3), Axis(0, 8, max_ticks=3), 0.0)
     beside, below = (re.findall(r"flex:([\d.]+) 1 0", part) for part in html.split("<img>"))
     assert beside == ["0.0000", "0.5000", "0.5000", "0.0000"]

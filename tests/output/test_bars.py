@@ -153,8 +153,8 @@ def test_a_bar_that_goes_on_below_a_display_has_one_row() -> None:
     assert [row.bar.amount for row in rows] == ["30/100", "60/100"]
 
 
-def test_bars_of_the_same_name_have_rows_as_soon_as_they_are_left() -> None:
-    """Earlier bars of the name of the current bar have rows, unless a rank still is at them."""
+def test_left_bars_of_the_same_name_have_rows() -> None:
+    """A bar that all ranks have left has a row, even if the current bar has the same name."""
     epochs = [bar(100), err("\n"), bar(100), err("\n"), bar(30)]
     said = {2: epochs[:3], 3: epochs[:4]}
     table = bar_table(running(4, lambda rank: said.get(rank, epochs)))

@@ -87,8 +87,8 @@ def test_extreme_numbers_are_drawn(random: random.Random) -> None:
     assert all(each is None or math.isfinite(each) for found in medians for each in found)
 
 
-def test_ranks_that_are_all_far_share_the_band() -> None:
-    """If each of four ranks is far from the others at some steps, the band is of all ranks."""
+def test_the_band_is_of_all_ranks_if_all_are_far_at_times() -> None:
+    """If each rank is far from the others at some steps, the band is made from all ranks."""
     curves = curves_of(4, 96, lambda rank, step: 100.0 if step // 24 == rank else step % 2)
     bands = bands_of(curves.by_name["loss"].last)
     assert [each.rank for each in bands.far_ranks] == [0, 1, 2, 3]
@@ -136,7 +136,7 @@ def test_counted_steps_continue_after_earlier_tasks() -> None:
 
 @pytest.mark.parametrize("ranks", [3, 4, 16])
 def test_a_rank_that_leaves_the_band_is_named(ranks: int) -> None:
-    """A remark names the rank that leaves the band, and the step; the band is of the others."""
+    """A remark names the rank that leaves the band, and the step; the band is without the rank."""
     away = lambda rank, step: falling(rank, step) + max(0, step - 100) / 20 * (rank == 1)  # noqa: E731
     curves = curves_of(ranks, 300, away)
     bands = bands_of(curves.by_name["loss"].last)
@@ -216,7 +216,7 @@ def test_the_axes_have_ticks() -> None:
 
 
 def test_positive_numbers_over_a_decade_have_a_logarithmic_axis() -> None:
-    """Numbers that fall by a factor fall by a distance if all are positive and span a decade."""
+    """An axis is logarithmic only if all numbers are positive and span a decade."""
     curves = curves_of(2, 5, lambda rank, step: 10 ** -(step / 2))
     assert [y for _, y in drawn(curves_html(curves))] == [4, 72, 140, 208, 276]
     ranks, *labels = Panel(curves_html(curves)).lines[1:]

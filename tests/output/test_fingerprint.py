@@ -91,8 +91,8 @@ def test_printed_text_begins_behind_the_bracket_of_tqdm(row: str, printed: str) 
 def test_rows_in_other_forms_are_bars_if_drawn_over() -> None:
     """A row in another form than tqdm's is a bar if it was drawn over another row.
 
-    If text is behind such a bar, the bar has to be full.  A bar of tqdm's ends with the bracket
-    that its times begin with.
+    If text is behind such a bar, the bar has to be full. A row in tqdm's form is a bar only if it
+    ends with the bracket around its times.
     """
     for row, is_edited, is_bar in (
         ("training ━━━━━━━━━━━━ 63% 0:00:10", True, True),

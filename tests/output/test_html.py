@@ -70,7 +70,7 @@ def test_warnings_turn_the_head_orange() -> None:
 
 
 def test_most_of_many_different_ranks_are_folded_away() -> None:
-    """Of 64 different ranks the first and the failed have blocks, and a closed block the others."""
+    """Of 64 different ranks the first and the failed have blocks; a closed block has the others."""
     said = {17: [out("mine\n"), failure("bad")]}
     usual = "rank {}\n" + "x" * 50 + "\n"
     panel = Panel(final_html(make(64, lambda rank: said.get(rank, [out(usual.format(rank))]))))
@@ -248,8 +248,8 @@ def test_small_outputs_are_side_by_side(
     assert max(len(run) for run in side_by_side_runs(blocks)) == (4 if is_there else 1)
 
 
-def test_a_tile_is_as_wide_as_what_it_shows() -> None:
-    """Of content that is shown below the panel a tile has a caption, whose width counts."""
+def test_a_tile_of_a_caption_is_as_wide_as_the_caption() -> None:
+    """A tile with only the caption of a display below the panel is as wide as the caption."""
 
     def widths(source: str) -> list[str]:
         content = {"text/markdown": source, "text/plain": source}

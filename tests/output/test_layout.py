@@ -38,7 +38,7 @@ Said = dict[int, list[Output]]
 
 
 def test_live_blocks_begin_with_failed_ranks() -> None:
-    """In a live panel failed ranks come first, blocks share the lines, silent ranks have none."""
+    """Live blocks begin with the failed ranks and share the lines; silent ranks have no block."""
     said: Said = {1: [lines(40), failure()], 3: []}
     transcript = running(4, lambda rank: said.get(rank, [lines(30)]))
     panel = live_layout(transcript, 12.34, "rank 0 waits", note="a note")
@@ -227,7 +227,10 @@ def test_groups_that_are_like_many_others_are_folded() -> None:
 
 
 def test_blocks_keep_last_lines_and_all_displays() -> None:
-    """A block has its last 200 lines, 50 of many ranks, and all displays; the rest is counted."""
+    """A block has all displays and its last 200 lines, or 50 if the cell has many ranks.
+
+    The lines that are left out are counted.
+    """
     (block,) = final_layout(make(1, lambda rank: [lines(1000)])).blocks
     assert kinds(block.items) == [Hidden(800, in_log_only=False), 200]
     assert block.words == ("1,000 lines",)
@@ -303,7 +306,7 @@ def test_later_failures_have_a_line_without_traceback() -> None:
 def test_the_slowest_rank_is_named_if_clearly_slower(
     seconds: tuple[float, float], pace: str
 ) -> None:
-    """The slowest rank is named if it took half a second and a fifth longer, and none failed."""
+    """If no rank failed, the slowest is named if it took 0.5 s and 20 % more than the fastest."""
     transcript = make(2, lambda rank: [out("x\n")], seconds=lambda rank: seconds[rank])
     assert final_layout(transcript).pace == pace
     failed = make(2, lambda rank: [] if rank else [failure()], seconds=lambda rank: seconds[rank])
@@ -311,7 +314,7 @@ def test_the_slowest_rank_is_named_if_clearly_slower(
 
 
 def test_many_ranks_have_a_square_each() -> None:
-    """Many ranks have a square each; very many have a square for each run in one state."""
+    """Many ranks have a square each; of very many, neighbours in the same state share a square."""
     assert final_layout(make(16, lambda rank: [out("x\n")])).squares == ()
     panel = final_layout(make(17, lambda rank: [out("x\n")]))
     assert panel.squares == tuple((str(rank), "ok") for rank in range(17))

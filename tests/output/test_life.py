@@ -104,8 +104,9 @@ LOOPS: dict[str, Callable[[int, Recorder], None]] = {
 class Drawn(NamedTuple):
     """The parts of a panel from top to bottom.
 
-    `left` are the names and totals of left bars, `rows` the ranks of current bars, and `lines` the
-    printed lines in and below the blocks, without the numbers in which ranks differ.
+    `left` has the name and total of each bar that all ranks have left, `rows` the ranks that are at
+    a bar, and `blocks` the ranks of each block. `lines` are the printed lines in and below the
+    blocks, without the numbers in which ranks differ.
     """
 
     left: list[tuple[str, str]]
@@ -133,7 +134,7 @@ def words(line: ScreenLine) -> str:
 
 
 def lives(transcript: Transcript, said: Sequence[tuple[int, Output]]) -> Iterator[Panel]:
-    """Yield the live panel after each output of a rank, or of many after some, then the final."""
+    """Yield live panels, after each output or after every few of many, and then the final panel."""
     transcript.start(0.0)
     for number, (rank, output) in enumerate(said, 1):
         transcript.receive(rank, output, 1.0)

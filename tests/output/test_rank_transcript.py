@@ -44,7 +44,10 @@ def texts(transcript: RankTranscript) -> list[str]:
 
 
 def test_pieces_stay_in_the_order_of_the_rank() -> None:
-    """Text, displays and gaps stay in the order in which the rank showed them; two gaps are one."""
+    """Text, displays and gaps stay in the order of the rank; two gaps in a row become a single gap.
+
+    A gap is where the agent has left out outputs.
+    """
     gaps = [Skipped(9, 3), Skipped(90, 4)]
     transcript = said(out("a\nb"), drawing("plot"), out("c\n"), *gaps, out("d\n"))
     assert texts(transcript) == ["a", "b", "<plot>", "c", "(7 skipped)", "d"]
@@ -96,7 +99,7 @@ def test_the_newest_of_many_displays_are_kept() -> None:
 
 
 def in_turns(first: str) -> RankTranscript:
-    """Return text and displays in turns, so many that most of both are left out."""
+    """Return a thousand lines and displays in turns, of which most of both are left out."""
     outputs: list[Output] = []
     for number in range(1000):
         outputs.append(out(f"{number}\n" if number else first))

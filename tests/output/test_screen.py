@@ -33,7 +33,7 @@ def shown(screen: Screen) -> list[str]:
 
 
 def test_control_codes_act_as_in_a_terminal() -> None:
-    """A screen shows the text of a terminal, and its key does not depend on how text is cut up."""
+    """A screen shows text as a terminal does, and has the same key however the text is cut up."""
     for written, expected in (
         ("a\nb\n", ["a", "b"]),
         ("  a  \n\n\nb", ["  a  ", "", "", "b"]),
@@ -215,8 +215,8 @@ def test_both_parts_of_a_cut_keep_their_colours(parts: list[str], width: int) ->
 def written(program: Callable[[IO[str], IO[str]], None], *, in_pieces: bool = True) -> Screen:
     """Return the screen after a program has written to both streams.
 
-    Text comes `in_pieces`, as it was written, or else all that a stream has written until the other
-    stream writes comes at once.
+    With `in_pieces` each write is a piece of its own; otherwise all writes to a stream until the
+    next write to the other stream are a single piece.
     """
     pieces: list[tuple[str, str]] = []
 

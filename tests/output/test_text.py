@@ -56,7 +56,7 @@ def test_ranks_that_ended_alike_are_named_once() -> None:
     assert len([row for row in text if row.startswith("── ")]) == 2
 
 
-def test_the_whole_has_the_error_of_each_rank() -> None:
+def test_the_whole_text_has_the_error_of_each_rank() -> None:
     """The whole text has the traceback of each chosen rank that raised an exception."""
     said = [failure(), failure("worse", 2, line=3), Died(9, 3)]
     text = whole_text(make(3, lambda rank: [out(f"{rank}\n"), said[rank]]), [1, 2])
@@ -65,7 +65,7 @@ def test_the_whole_has_the_error_of_each_rank() -> None:
     assert "exited with code 9" in text
 
 
-def test_the_whole_says_what_is_only_in_the_log() -> None:
+def test_the_whole_text_counts_lines_that_only_the_log_has() -> None:
     """Lines that a screen has dropped, or that never came, are counted in their places."""
     lines = out("".join(f"{number}\n" for number in range(10_002)))
     text = whole_text(make(1, lambda rank: [lines, Skipped(9, 3), out("end\n")]), [0], {0: "0.log"})

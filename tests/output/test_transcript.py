@@ -95,7 +95,7 @@ LOGGED = {
 
 
 def logged(style: str, message: str, seconds: float) -> str:
-    """Return a line of `logging` for a moment so many seconds after the epoch."""
+    """Return a line of `logging` for a moment `seconds` after the epoch."""
     record = logging.makeLogRecord({"msg": message, "levelname": "INFO", "process": int(seconds)})
     record.created, record.msecs = seconds, 1000 * (seconds % 1)
     return logging.Formatter(*LOGGED[style]).format(record) + "\n"
@@ -105,7 +105,8 @@ def logged(style: str, message: str, seconds: float) -> str:
 def test_lines_that_differ_in_times_are_merged(style: str) -> None:
     """Ranks whose lines differ in times alone are merged, also while some ranks are ahead.
 
-    The likeness says so only if times differ.  The earliest and the latest time are shown.
+    The header says that times differ, unless the lines are equal. The earliest and the latest time
+    are shown.
     """
 
     def lines(rank: int, count: int, message: str = "step {}") -> list[Output]:
@@ -241,7 +242,7 @@ def test_numbers_that_differ_become_sets(texts: list[str], folded: str | None) -
 
 
 def test_times_that_differ_become_a_range() -> None:
-    """Of times only both ends are shown, also beside other numbers and in colours."""
+    """Times that differ become a range from the earliest to the latest, also in colours."""
     for text, folded in (
         ("at 10:11:1{0} on a", "at {10:11:12 to 10:11:15} on a"),
         ("2026-11-28 10:11:1{0} {0}", "2026-11-28 {10:11:12 to 10:11:15} {2,5,3}"),

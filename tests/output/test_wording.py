@@ -249,7 +249,7 @@ def traceback_of(*places: str) -> str:
 
 
 def test_calls_in_libraries_are_folded() -> None:
-    """Of calls in libraries the last is shown, which raised, and of the user's own calls all."""
+    """All calls of the user's own code are shown; of calls in libraries, only the last."""
     text = traceback_of("cell", *["torch"] * 5, "own", "torch", "json", "torch", "torch")
     rows = traceback_rows(text, 100)
     seen = [strip(row).removeprefix("----> 3 ") for row in rows if "---> " in row or "…" in row]
