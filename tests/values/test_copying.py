@@ -32,7 +32,10 @@ class Net(torch.nn.Module):
 
 
 def copied(there: dict[str, Any], new: dict[str, Any], *others: tuple[Any, Any]) -> set[str]:
-    """Copy new variables into old ones; return the names that could not be copied in place."""
+    """Copy new variables into old ones; return the names that could not be copied in place.
+
+    `others` has pairs of an old and a new object to be copied with the variables.
+    """
     pairs = {name: (there[name], value) for name, value in new.items() if name in there}
     instead, failed = copy_into(pairs, others, *new.values())
     for name, value in new.items():

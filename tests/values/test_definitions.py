@@ -299,8 +299,13 @@ def by_value_id(kind: type) -> str:
     return definitions.by_value._get_or_create_tracker_id(kind)
 
 
-def test_a_class_that_comes_home_has_its_own_base(notebook: Any, worker: Any, ship: Ship) -> None:
-    """A worker's class runs `__init_subclass__` in the notebook, unless keywords are needed."""
+def test_a_subclass_that_comes_home_has_the_notebooks_base(
+    notebook: Any, worker: Any, ship: Ship
+) -> None:
+    """A worker's subclass of a notebook's class is a subclass of the same class in the notebook.
+
+    Its `__init_subclass__` runs in the notebook, unless the method needs keywords.
+    """
     notebook.run(
         "kinds = []\nclass A:\n    def __init_subclass__(cls): kinds.append(cls.__name__)\n"
         "class B:\n    def __init_subclass__(cls, *, tag): cls.tag = tag"

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.values.digests`: equal bytes have equal digests, and other bytes have others."""
+"""Tests of `nbdist.values.digests`: equal bytes have equal digests, different bytes do not."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def links() -> Links:
 
 
 def add(links: Links, value: Any, tool: str = "list") -> int:
-    """Give an object a key."""
+    """Give an object a key; `tool` is as in `LinkEntry`. Return the key."""
     return links.add(value, tool).key
 
 
@@ -196,7 +196,7 @@ def span(array: Any) -> tuple[int, int]:
 
 
 def block_of(links: Links, view: Any, root: Any = None) -> MemoryBlock:
-    """Return the block of a view of an array."""
+    """Return the block of a view of the array `root`, by default of the view alone."""
     root = view if root is None else root
     return links.blocks.find_or_add(*span(view), span(root), lambda: weakref.ref(root), "cpu")
 
@@ -212,7 +212,10 @@ def test_views_of_one_memory_have_one_block(links: Links) -> None:
 
 
 def test_a_small_view_has_its_own_block(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small view's block begins at a multiple of 64 bytes; over half of the memory brings all."""
+    """A small view has a block of its own, which begins at a multiple of 64 bytes.
+
+    The block of a view of over half of the memory covers all of the memory.
+    """
     monkeypatch.setattr(module, "MAX_WHOLE_BYTES", 1000)
     array = np.zeros(1000)
     part = block_of(links, array[101:200], array)

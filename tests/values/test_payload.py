@@ -51,7 +51,10 @@ def descriptors() -> Descriptors:
 
 
 def test_segments_fill_in_steps(monkeypatch: pytest.MonkeyPatch, descriptors: Descriptors) -> None:
-    """Steps count the copied bytes; frames are aligned, and an unfinished segment is closed."""
+    """A segment is filled in steps, each of which yields the number of bytes copied so far.
+
+    Frames are aligned, and a segment is closed if its filling is given up.
+    """
     monkeypatch.setattr(payload, "COPY_PIECE", 2000)
     before = descriptors()
     steps = Segment.filling(FRAMES)
@@ -149,7 +152,7 @@ def test_a_segment_that_was_opened_outlives_its_owner() -> None:
 
 
 def test_a_blank_segment_is_filled_in_any_order(descriptors: Descriptors) -> None:
-    """A sealed segment has the written frames; an unfinished one is closed with its owner."""
+    """A segment that was filled in any order and sealed has all frames; unsealed it is closed."""
     before = descriptors()
     with Blank([3, 100]) as blank:
         assert (blank.offsets, blank.total) == ([0, ALIGNMENT], 3 * ALIGNMENT)

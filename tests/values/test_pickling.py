@@ -17,7 +17,7 @@ from nbdist.values.pickling import READ_FROM, load, pickle, unpickle, without_cy
 Ship = Callable[..., frozenset[str]]
 
 
-def test_modules_go_by_name(notebook: Any, worker: Any, ship: Ship) -> None:
+def test_modules_are_sent_by_name(notebook: Any, worker: Any, ship: Ship) -> None:
     """`import x as y` has the same effect on the worker, and no other name is imported or bound."""
     worker.fetch("[1, {'a': lambda: 2}]")
     assert worker.run("import sys\n'torch' in sys.modules") is False

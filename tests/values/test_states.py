@@ -42,7 +42,7 @@ class Process:
     def changes(self, value: Any, change: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
         """Return the objects that a change changes, with their parts, None for the whole object.
 
-        Objects are recognized as unchanged if their parts are as they were in known states.
+        Also check that nothing counts as changed before, and that known states make no difference.
         """
         before = self.scan(value).states
         assert self.scan(value).states == before, "nothing has changed yet"
@@ -406,7 +406,7 @@ UNCHANGED: dict[str, Callable[[], Any]] = {
 def test_an_unchanged_object_keeps_its_known_state(
     case: str, process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the third time on no state of an unchanged object is made."""
+    """Scans return the known state of an unchanged object; from the third on they make no state."""
     value = UNCHANGED[case]()
     before = process.scan(value).states
     for _ in range(2):
@@ -419,8 +419,11 @@ def test_an_unchanged_object_keeps_its_known_state(
             monkeypatch.delattr(Scan, name, raising=False)
 
 
-def test_a_tables_key_changes_its_module(process: Process) -> None:
-    """An empty table that a variable refers to is an object with a key, and no longer "empty"."""
+def test_a_reference_to_an_empty_dict_changes_its_module(process: Process) -> None:
+    """A module has changed if a variable refers to one of its empty dicts for the first time.
+
+    The dict then is an object with a key in the module's state, and no longer "empty".
+    """
     module = torch.nn.Linear(1, 1)
     before = process.scan(module).states
     process.scan(module, before=before.get)
@@ -432,7 +435,7 @@ def test_a_tables_key_changes_its_module(process: Process) -> None:
 
 
 def test_no_known_state_keeps_an_object_alive(process: Process) -> None:
-    """The known state of a container ends no life late: parts with a key are not kept."""
+    """A container's known state keeps no part alive: the state does not hold parts with a key."""
     value = {"part": Plain(a=1), "number": 1}
     before = process.scan(value).states
     process.scan(value, before=before.get)
@@ -563,7 +566,10 @@ def test_memory_has_a_state_of_its_own(case: str, process: Process) -> None:
 
 
 def test_trusted_samples_save_reading(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trusted samples that are as before suffice; of too much memory only samples are read."""
+    """With `trusts_samples` memory is not read as a whole if its samples are as before.
+
+    Of memory above WHOLE_LIMIT only samples are read in any case.
+    """
     monkeypatch.setattr(scanning, "QUICK_BYTES", 1 << 10)
     read: list[int] = []
     digest = scanning.digest_bytes

@@ -52,7 +52,7 @@ class Sub(torch.Tensor):
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:Sparse CSR", "ignore:TypedStorage")
-def test_tensors_without_plain_memory_go_torchs_way() -> None:
+def test_tensors_without_plain_memory_come_back_as_they_were() -> None:
     """Sparse, quantized and meta tensors, and those of subclasses, come back as they were."""
     eye, ones = torch.eye(3), torch.ones(3)
     for sparse in (eye.to_sparse().coalesce(), eye.to_sparse_csr()):
@@ -252,7 +252,10 @@ def test_the_receiver_imports_torch_when_a_tensor_comes() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_tensors_of_a_gpu_arrive_on_the_cpu() -> None:
-    """Contents are copied from the GPU; a sketch reads only versions, which change with them."""
+    """Tensors on a GPU arrive on the CPU with their contents, and share memory as before.
+
+    A sketch of a tensor on a GPU has the tensor's version, which changes with the contents.
+    """
     weight = torch.nn.Parameter(torch.arange(10.0, device="cuda"))
     back = _there_and_back({"w": weight, "part": weight.detach()[2:4]})
     assert back["w"].device.type == "cpu"

@@ -187,7 +187,7 @@ def test_a_compiled_function_is_refused(refuse: Callable[..., str]) -> None:
     assert refuse(_hold(f=compiled)).startswith("`it`: `it.f` (compiled function or C data)")
 
 
-def test_too_little_memory_is_no_value_to_blame(notebook: Any, monkeypatch: Any) -> None:
+def test_too_little_memory_is_blamed_on_no_value(notebook: Any, monkeypatch: Any) -> None:
     """NotEnoughMemory reaches the user as it is, and does not become VariableNotSent."""
 
     def refuse(*_: Any) -> None:
