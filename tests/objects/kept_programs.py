@@ -1,7 +1,7 @@
 """The programs of `kept_programs.txt`, which the oracle compares with a plain kernel.
 
-The first programs have found faults.  The others are chosen from some thousand random programs, and
-together have the most kinds of statements that follow other kinds of statements on the same object.
+The first programs have found faults.  The others were chosen from some thousand random programs, so
+that as many pairs of kinds of statements as possible follow each other on the same object.
 
 A program is a heading and its statements, as the oracle prints the smallest program that differs:
 

@@ -16,9 +16,9 @@ def keep(names: dict[str, Any]) -> None:
 
 
 def forget(names: dict[str, Any]) -> bool:
-    """Delete all names that were not kept; return False if others are not as they were kept.
+    """Delete all names that were not kept; return False if a kept name has another object now.
 
-    On a new worker, which has kept none, delete none.
+    On a new worker, which has kept no names, delete none and return False.
     """
     if not _kept:
         return False

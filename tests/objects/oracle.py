@@ -231,12 +231,12 @@ def compare(driver: Driver, seed: str, first: int, steps: int, *, both: bool) ->
 
 
 def differs(driver: Driver, heading: str) -> str:
-    """Return how a kept program differs, or "" if the program does not differ."""
+    """Return how the kept program under `heading` differs; "" if it does not differ."""
     return driver.difference(programs()[heading])[0]
 
 
 def explain(driver: Driver, name: str, *, both: bool) -> str:
-    """Return the smallest part of a program that still differs."""
+    """Return the smallest part of the program `name`, "seed:number", that still differs."""
     steps, said = driver.smallest(program(name, driver.ranks, LENGTH, both=both))
     return "\n".join([*map(str, steps), said])
 
@@ -245,7 +245,7 @@ def explain(driver: Driver, name: str, *, both: bool) -> str:
 
 
 class Oracle:
-    """Lets a notebook compare programs."""
+    """Compares programs in a real notebook, by a `Driver` that runs in the notebook's kernel."""
 
     def __init__(
         self, notebook: Any, ranks: int, *, both: bool = False, in_one_place: bool = False
@@ -270,11 +270,11 @@ class Oracle:
         return whole
 
     def explain(self, name: str) -> str:
-        """Return the smallest part of a program that still differs."""
+        """Return the smallest part of the program `name`, "seed:number", that still differs."""
         return self._call(f"explain(driver, {name!r}, both={self.both})")
 
     def differs(self, heading: str) -> str:
-        """Return how a kept program differs, or "" if the program does not differ."""
+        """Return how the kept program under `heading` differs; "" if it does not differ."""
         return self._call(f"differs(driver, {heading!r})")
 
     def _call(self, call: str) -> str:

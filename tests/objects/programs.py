@@ -68,37 +68,37 @@ class Step:
 
 
 def here(source: str, *shows: str, fails: str = "") -> Step:
-    """Run a cell in the notebook; the shown text must match all patterns."""
+    """Return a step that runs a cell in the notebook; the shown text must match all patterns."""
     return Step(source, shows=shows, fails=fails)
 
 
 def ranks(source: str, *shows: str, options: str = "", fails: str = "") -> Step:
-    """Run a cell on the ranks; the shown text must match all patterns."""
+    """Return a step that runs a cell on the ranks; the shown text must match all patterns."""
     return Step(source, is_here=False, options=options, shows=shows, fails=fails)
 
 
 def gives(expression: str, *values: Any) -> Step:
-    """Evaluate an expression on the ranks, with one value for all ranks, or one for each rank."""
+    """Return a step that evaluates an expression on the ranks, with one value for all or each."""
     return Step(expression, is_here=False, values=values)
 
 
 def holds(expression: str) -> Step:
-    """Evaluate an expression on the ranks, which must be true on all of them."""
+    """Return a step that evaluates an expression on the ranks; it must be true on all of them."""
     return gives(expression, *[True])
 
 
 def gives_here(expression: str, value: Any) -> Step:
-    """Evaluate an expression in the notebook, which must have this value."""
+    """Return a step that evaluates an expression in the notebook, with the value it must have."""
     return Step(expression, values=(value,))
 
 
 def holds_here(expression: str) -> Step:
-    """Evaluate an expression in the notebook, which must be true."""
+    """Return a step that evaluates an expression in the notebook, which must be true."""
     return gives_here(expression, *[True])
 
 
 def hinting(step: Step, *shows: str) -> Step:
-    """Let a step show lines on conflicts; each pattern must match the shown text."""
+    """Return the step, which may show lines on conflicts; the shown text must match `shows` too."""
     return replace(step, shows=(*step.shows, *shows), may_hint=True)
 
 
@@ -172,7 +172,7 @@ def is_plain(steps: Iterable[Step]) -> bool:
 def run_in_one_process(steps: Iterable[Step]) -> None:
     """Run a plain program as each rank in this process, without a notebook, and check its values.
 
-    So the values of a table of programs are those of a plain kernel.
+    This proves that the expected values of a table of programs are those of a plain kernel.
     """
     steps = [*steps]
     for rank in range(2):

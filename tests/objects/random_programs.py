@@ -99,7 +99,7 @@ Key = tuple[str, int]
 
 
 def keys(value: Any) -> set[Key]:
-    """Return the keys of the parts that change with a value: its object, and an array's memory."""
+    """Return the keys of a value's object and of an array's memory; an atom has no keys."""
     if is_atom(value):
         return set()
     found = {("object", id(value))}
@@ -117,7 +117,7 @@ def _memory(value: Any) -> int | None:
 
 
 class Plain:
-    """The plain kernel of each rank, and which side owns the first kernel's objects and names."""
+    """A plain kernel for each rank, and which side owns the objects and names of rank 0's."""
 
     def __init__(self, ranks: int) -> None:
         self.spaces: list[dict[str, Any]] = []
@@ -312,7 +312,7 @@ class Writer:
                 return step if step.side == THERE or step.conflicts else self._asking_after(step)
 
     def _asking(self, step: Step) -> Step:
-        """Ask the ranks for some variables after a statement: its own and a few others."""
+        """Return the step with a request to ranks for some variables: its own, and a few others."""
         usable = {*self.plain.variables, *step.binds} - {"counters"}
         named = usable & {*step.names, *step.binds}
         if step.side == HERE and self.chance.random() < 0.3:
@@ -324,7 +324,7 @@ class Writer:
         return replace(step, told=tuple(sorted({*named, *more} - {*step.binds * is_gone})))
 
     def _asking_after(self, step: Step) -> Step:
-        """Ask the ranks for variables after some of the notebook's statements."""
+        """Return the step, in about half of all cases with a request to ranks for variables."""
         if self.chance.random() < 0.5:
             return step
         asking = self._asking(step)
@@ -335,7 +335,7 @@ class Writer:
         return step
 
     def number(self, side: Side) -> str:
-        """Return an expression for a new number; on ranks it may be by the rank."""
+        """Return an expression for a new number, which on ranks may differ by rank."""
         self._number += 1
         is_by_rank = side == THERE and self.chance.random() < 0.3
         return f"{self._number} + rank" if is_by_rank else f"{self._number}"
@@ -401,6 +401,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 Write = Callable[[Writer, Side], Step | None]
+"""Returns a random statement for a side; None if the side has no object for the statement."""
 
 
 def _kind(*types_: type) -> Callable[[Any], bool]:
@@ -416,7 +417,7 @@ def _is_class(value: Any) -> bool:
 
 
 def new(*templates: str) -> Write:
-    """Bind a name to something new."""
+    """Return a function that writes a statement which binds a name to something new."""
 
     def write(writer: Writer, side: Side) -> Step:
         x, y = writer.chance.sample(NAMES, 2)
@@ -430,7 +431,10 @@ def new(*templates: str) -> Write:
 
 
 def of(wanted: Callable[[Any], bool], *templates: str, looks: bool = False) -> Write:
-    """Bind a name to an alias, a view or a copy of an object, or to an object that refers to it."""
+    """Return a function that binds a name to something made of an object that `wanted` accepts.
+
+    That is an alias, a view or a copy of the object, or an object that refers to it.
+    """
 
     def write(writer: Writer, side: Side) -> Step | None:
         if (path := writer.path(side, wanted)) is None:
@@ -444,7 +448,10 @@ def of(wanted: Callable[[Any], bool], *templates: str, looks: bool = False) -> W
 
 
 def change(wanted: Callable[[Any], bool], *templates: str, every: str = "{p}") -> Write:
-    """Change an object in place; `every` is an expression for the changed object."""
+    """Return a function that writes a change in place of an object that `wanted` accepts.
+
+    `every` is an expression for what the statement changes, with `{p}` for the object.
+    """
 
     def write(writer: Writer, side: Side) -> Step | None:
         if (path := writer.path(side, wanted)) is None:
@@ -462,7 +469,7 @@ def change(wanted: Callable[[Any], bool], *templates: str, every: str = "{p}") -
 
 
 def call(writer: Writer, side: Side) -> Step | None:
-    """Call a function that changes its default, its captured variables, or a global list."""
+    """Write a call of a function that changes its default, captured variables or a global list."""
     path = writer.path(side, lambda value: isinstance(value, types.FunctionType) and (
         value.__name__ != "counters"))  # fmt: skip
     if path is None:
@@ -488,7 +495,7 @@ def call(writer: Writer, side: Side) -> Step | None:
 
 
 def use_global(writer: Writer, side: Side) -> Step | None:
-    """Define a function that appends to a list by its name."""
+    """Write a function that appends to a list by the list's name."""
     lists = [path for path in writer.paths(side, _kind(list)) if path.text in NAMES]
     if not lists:
         return None
@@ -497,7 +504,7 @@ def use_global(writer: Writer, side: Side) -> Step | None:
 
 
 def step_of_training(writer: Writer, side: Side) -> Step | None:
-    """Train a network by an optimizer that has its parameters."""
+    """Write a training step of a network by an optimizer that has the network's parameters."""
     optimizers = writer.paths(side, _kind(torch.optim.Optimizer))
     models = writer.paths(side, _kind(torch.nn.Module))
     pairs = [
@@ -515,7 +522,7 @@ def step_of_training(writer: Writer, side: Side) -> Step | None:
 
 
 def delete(writer: Writer, side: Side) -> Step | None:
-    """Delete a name."""
+    """Write a statement that deletes a name."""
     names = [name for name in writer.plain.variables if name in NAMES]
     if side == HERE:
         names = [name for name in names if writer.plain.binder[name] == HERE]
@@ -526,7 +533,7 @@ def delete(writer: Writer, side: Side) -> Step | None:
 
 
 def conflict(writer: Writer, side: Side) -> Step | None:
-    """Change an object that the ranks have changed: at a new key or attribute, if there are any."""
+    """Write a change of an object that the ranks have changed, at a new key if it has keys."""
     if not writer.both:
         return None
     plain = writer.plain

@@ -84,7 +84,9 @@ def begin_conflict(two: Notebook, program: Run, name: str) -> list[str]:
 
 
 @programs.table({name: [] for name in CONFLICTS})
-def test_push_takes_the_notebooks(two: Notebook, program: Run, seen: Seen, name: str) -> None:
+def test_push_replaces_the_ranks_value_by_the_notebooks(
+    two: Notebook, program: Run, seen: Seen, name: str
+) -> None:
     """The shown `%dist_push x` changes the ranks' object in place; the notebook's object stays."""
     read = CONFLICTS[name][3]
     shown = begin_conflict(two, program, name)

@@ -30,7 +30,7 @@ KILL = f"import os\nif rank == 1: os.kill(os.getpid(), {int(signal.SIGKILL)})\nd
 
 
 def told(step: Step) -> Step:
-    """Let a command show any lines."""
+    """Return the step of a command that may show any lines."""
     return hinting(step)
 
 
