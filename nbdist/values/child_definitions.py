@@ -61,7 +61,7 @@ def _reduce(_pickler: ForkingPickler, value: Any) -> Any:
 
 
 class _Pickler(by_value.Pickler):  # type: ignore[misc]  # it has no types
-    """cloudpickle's pickler, which on Python 3.14 would lose the annotations of classes."""
+    """Pickles as cloudpickle does, but keeps the annotations of classes on Python 3.14, too."""
 
     def reducer_override(self, value: Any) -> Any:
         reduced = super().reducer_override(value)
@@ -86,10 +86,10 @@ def _is_definition(value: Any) -> bool:
 
 
 def _is_found_by_name(value: Any) -> bool:
-    """Return True if pickle may send a function or class by its name.
+    """Return True if the receiver has a function or class under its qualified name in `__main__`.
 
-    The receiver has it under that name if a child sends it to its parent, or if it is of a script,
-    which each child imports.
+    The name must lead to the function or class in this process.  The receiver has the same name if
+    it is the parent of this process, or if the running script binds the name (`script_names`).
     """
     first, *others = value.__qualname__.split(".")
     is_sent_to_parent = parent_process() is not None and get_spawning_popen() is None
@@ -112,9 +112,10 @@ def _mark(value: Any) -> str:
 
 
 def _mark_all(kind: type | None = None) -> None:
-    """Give marks to the functions and classes in `__main__`, or in the class `kind`.
+    """Give a mark to each function and class in `__main__`, or in the class `kind`.
 
-    Further names that are bound to a function or class, besides its own name, are skipped.
+    Functions and classes inside of a marked class get marks, too.  A name is skipped unless
+    it is the definition's own name, so a class with a reference to itself is marked only once.
     """
     names = vars(kind) if kind else sys.modules["__main__"].__dict__
     prefix = f"{kind.__qualname__}." if kind else ""

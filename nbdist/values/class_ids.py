@@ -38,7 +38,9 @@ def name_classes(names: Mapping[str, Any], task_id: str) -> None:
 def _classes_in(names: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, type]]:
     """Yield (name, class) for the classes of `__main__` in `names`, and for classes inside them.
 
-    If a class has several names, its own name comes first.
+    `prefix` is "" if `names` are variables.  If `names` are the attributes of a class, `prefix` is
+    the name of that class and a dot.  A class with several variables is yielded with each of them,
+    first with the variable that has the name of the class.
     """
     classes = [
         (prefix + name, value)

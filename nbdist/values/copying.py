@@ -24,7 +24,8 @@ def copy_into(
     """Copy new values into old values in place, part by part, so that the old objects stay in use.
 
     `variables` has by name the pair (old value, new value) of each variable; `others` has further
-    pairs.  In the values `tops`, each new object that was copied is replaced by its old object.
+    pairs.  In each value of `tops`, parts that are new objects are replaced by the old objects into
+    which they were copied.
 
     Return two results.  The first has, by the id of each new object, the object that is used in its
     place.  The second has the names of variables whose old values could not be changed, for example
@@ -151,7 +152,7 @@ class _Copying:
     def copy(self, tops: Iterable[Any]) -> None:
         """Give old objects the contents of the new objects with which `match` has paired them.
 
-        In the values `tops`, replace new objects by their old partners.
+        If new objects are parts of the values `tops`, replace these parts by the old objects.
         """
         for old, new in [*self._pairs]:
             if old is not new:

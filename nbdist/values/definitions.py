@@ -136,7 +136,7 @@ class Variable:
 
 
 class Import(MadeBy):
-    """Is pickled in place of a module that the receiver imports, together with these submodules."""
+    """Is pickled in place of a module, which the receiver imports together with `submodules`."""
 
     def __init__(self, module: types.ModuleType, submodules: frozenset[str]) -> None:
         super().__init__(with_submodules, module, *sorted(submodules))

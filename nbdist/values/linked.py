@@ -227,7 +227,11 @@ class _Memory(TensorReducer):
         return contents, tuple(new if old else 0 for old, new in kept)
 
     def contents_of(self, block: MemoryBlock, owner: Any = None) -> Any:
-        """Return a memory block's bytes as a buffer: on the CPU without a copy, else as a copy."""
+        """Return a memory block's bytes as a buffer: on the CPU without a copy, else as a copy.
+
+        `owner` is the storage with the memory.  A buffer without a copy keeps `owner` alive; if
+        `owner` is None, the caller must keep the memory alive.
+        """
         if block.device != "cpu":
             flat = flat_tensor(owner)[block.start - owner.data_ptr() :][: block.size]
             host: Any = self._on_host(flat).numpy()
@@ -236,7 +240,7 @@ class _Memory(TensorReducer):
 
 
 def _keep_owner(view: memoryview, owner: Any) -> Any:
-    """Return the ctypes array behind a view, which now keeps `owner` alive."""
+    """Let the ctypes array behind a view keep `owner` alive, and return the array."""
     made: Any = view.obj
     made.owner = owner  # a ctypes array takes attributes
     return made
@@ -259,7 +263,7 @@ class _BlockPiece:
 class _LinkedPickler(Pickler):
     """Pickles values, with tensors and arrays as views of memory blocks.
 
-    It also pickles objects that the receiver has; `_ReferringPickler` pickles only their keys.
+    `write` uses this class if the receiver has no objects yet, and else `_ReferringPickler`.
     """
 
     def __init__(
@@ -399,7 +403,9 @@ def read(
 ) -> ReceivedMessage:
     """Unpickle a message; `find` returns the receiver's own object with a key, or None.
 
-    Raises NotThere if `find` returns None, and CannotRebuild if unpickling raises another error.
+    `namespace` has the globals for functions of the sender's `__main__`; None means the `__main__`
+    of this process.  Raises NotThere if `find` returns None, and CannotRebuild if unpickling raises
+    another error.
     """
     buffers = [bytearray(frame) if isinstance(frame, bytes) else frame for frame in frames[1:]]
     with definitions.receiving(namespace), without_cycles():

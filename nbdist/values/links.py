@@ -166,8 +166,8 @@ class Links:
     def add(self, value: Any, tool: str, key: int | None = None) -> LinkEntry:
         """Register an object under `key`, and return its entry.
 
-        `tool` is as in `LinkEntry`.  Without `key`, an object that has a key keeps it, and another
-        object gets a new key.
+        `tool`, such as "dict", names the way in which the object's state is read.  Without `key`,
+        an object that has a key keeps it, and another object gets a new key.
         """
         number = id(value)
         existing = self.by_id.get(number)
@@ -353,7 +353,7 @@ class Blocks:
     ) -> MemoryBlock:
         """Return the block of a scattered view, as `get_copied` does; make it if there is none.
 
-        `make_ref` makes a weak reference that keeps the block as long as the view's memory lives.
+        `make_ref` returns a weak reference to the object that keeps the view's memory alive.
         """
         block = self._copied.get(what)
         if block is None or block.owner() is None:

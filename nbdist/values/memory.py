@@ -88,10 +88,11 @@ def is_scattered(data: Any, root: tuple[int, int], start: int, end: int) -> bool
 def root_of_array(
     torch: Any, array: Any, span: tuple[int, int]
 ) -> tuple[tuple[int, int], Callable[[], Any]]:
-    """Return the bounds of the memory of which an array is a view, and a function.
+    """Return (bounds, make_ref) for the memory of which an array is a view.
 
-    If the bounds are unknown, `span` is returned for them, the bounds of the array itself.  The
-    function returns a weak reference to the object that keeps the memory alive.
+    If the bounds of the memory are unknown, `bounds` is `span`, the bounds of the array itself.
+    `make_ref()` returns a weak reference to the object that keeps the memory alive.  `torch` is the
+    module, or None if torch was not imported.
     """
     numpy, owner = sys.modules["numpy"], array
     while isinstance(owner.base, numpy.ndarray):
@@ -153,16 +154,19 @@ def is_of_file(value: Any) -> bool:
 
 
 def reduce_to_file(value: Any) -> Any:
-    """Reduce a `numpy.memmap` to its place in its file, so that the receiver maps the same file.
+    """Reduce a `numpy.memmap` as `reduce_file_array` does, if its file is still at its path.
 
-    The result is as that of `__reduce__`.  Return NotImplemented for other values, and if the file
-    is no longer at its path.
+    Return NotImplemented for other values, and if the file is no longer at its path.
     """
     return reduce_file_array(value) if is_of_file(value) else NotImplemented
 
 
 def reduce_file_array(value: Any) -> Any:
-    """Reduce a `numpy.memmap` to its place in its file; return NotImplemented for other values."""
+    """Reduce a `numpy.memmap` to its place in its file, so that the receiver maps the same file.
+
+    The result is as that of `__reduce__`, even if the file is no longer at its path.  Return
+    NotImplemented for other values.
+    """
     if (span := file_span_of(value)) is None:
         return NotImplemented
     return map_file, (span, value.dtype, value.shape, value.strides, bool(value.flags.writeable))

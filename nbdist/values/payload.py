@@ -254,9 +254,9 @@ class Payload(NamedTuple):
     The frames of a small value are in `frames`, as a part of the message.  The frames of a big
     value are in a `segment` that the sender owns.
 
-    The value itself can contain further payloads with segments.  A reader on another machine has
-    copies of these segments.  So `within` has, for the path of each segment in the value, the
-    segment that the reader can open.
+    The pickled value can contain inner payloads with segments of their own.  For each such segment,
+    `within` has the path in the inner payload, and the segment that the reader can open.  A reader
+    on another machine can open only a copy (`relocate`).
     """
 
     frames: tuple[bytes, ...] = ()
@@ -380,9 +380,10 @@ def _with_payloads(value: Any, change: Callable[[Payload], Payload]) -> Any:
 
 
 def localize(value: V, payload: Payload) -> V:
-    """Return the value with segments in its inner payloads that this process can open.
+    """Return a value that was unpickled from `payload`, with segments that this process can open.
 
-    The value was unpickled from `payload`, whose `within` has these segments.
+    If the message has come from another machine, the segments of inner payloads are replaced by the
+    copies that `payload.within` names.
     """
     return relocate(value, {path: ref for path, ref in payload.within if path != ref.path})
 

@@ -140,7 +140,10 @@ class _FirstFrame(io.BytesIO):
 
 
 def _tables_in(table: Mapping[type, Any]) -> list[Mapping[type, Any]]:
-    """Return the tables of which a ChainMap is made, the last of which comes first."""
+    """Return the tables of which a ChainMap is made, in the order in which `dict` must merge them.
+
+    The first table of a ChainMap takes precedence, so it is merged last.
+    """
     if not isinstance(table, ChainMap):
         return [table]
     return [each for inner in reversed(table.maps) for each in _tables_in(inner)]

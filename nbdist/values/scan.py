@@ -378,7 +378,7 @@ class Scan:
 
         The earlier state gets a sample here, by which `_known_of` recognizes the parts next time.
         A state that is read for the first time gets no sample, because most objects are read only
-        once.
+        once.  `parts` and `empty` are as in `parts_of`.
         """
         before = self._before(entry.key)
         if before is None or before != state:
@@ -521,7 +521,8 @@ class Scan:
     def _own_containers(self, value: Any, reduced: tuple[Any, ...]) -> set[int]:
         """Return the ids of containers in an object's reduction that belong to the object itself.
 
-        Only objects that C code pickles have such containers.
+        If Python code reduces the object, the result is empty: such code may return containers that
+        other objects have, too.
         """
         ids = set[int]()
         kind = type(value)

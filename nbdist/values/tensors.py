@@ -283,7 +283,10 @@ def rebuild_tensor(
     requires_grad: bool,  # noqa: FBT001 (arguments of a pickle have no names)
     is_parameter: bool,  # noqa: FBT001
 ) -> torch.Tensor:
-    """Return a leaf tensor, or a parameter, that is a view of this storage."""
+    """Return a leaf tensor, or a parameter, that is a view of this storage.
+
+    `offset` and `stride` are in elements.
+    """
     import torch
 
     tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)

@@ -34,11 +34,11 @@ apply them (`_APPLIERS`).
 """
 
 COPY = "copy"
-"""The name of a tensor's contents in an update if the notebook's tensor still has the same memory.
+"""The name of the contents in a tensor's update, if the notebook's tensor has kept its memory.
 
 The rank copies the contents into its own tensor's memory, if shape and dtype are equal.  If the
-notebook's tensor has other memory, the name is "data", and the rank's tensor gets the memory that
-was sent.
+notebook's tensor has got other memory, the name is "data", and the rank's tensor gets the memory
+that was sent.
 """
 _PLAIN = (dict, OrderedDict, defaultdict, list, set, deque)
 
@@ -263,7 +263,11 @@ def _apply_dict(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
 
 
 def _set_own(value: Any, sets: Iterable[tuple[str, Any]] | None, drops: Iterable[Any] = ()) -> None:
-    """Set the attributes `sets` of a container of a user's class, and remove those in `drops`."""
+    """Set the attributes `sets` of a container of a user's class, and remove those in `drops`.
+
+    `sets` is None if there is no attribute to set.  Items in `drops` that are no attributes are
+    ignored.
+    """
     for name, part in sets or ():
         if name != CLASS:
             value.__dict__[name] = part
