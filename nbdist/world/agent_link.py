@@ -121,10 +121,10 @@ class Link:
         self._thread = threading.Thread(target=self._run, name="nbdist-link", daemon=True)
 
     def open(self) -> None:
-        """Start the link's thread, which starts the agent; return at once.
+        """Start the link's thread, and return at once.
 
-        `take_over` calls this for an agent that is running already.  The caller has to call `close`
-        or `detach` in the end, even if this call was interrupted.
+        The thread starts the agent, unless `take_over` has given it an agent that is running.  The
+        caller has to call `close` or `detach` in the end, even if this call was interrupted.
         """
         # The link's thread starts the process, so that no KeyboardInterrupt can come between the
         # start and the assignment to `_agent`.
@@ -156,9 +156,10 @@ class Link:
     ) -> Reply:
         """Send a request and return the reply.
 
-        Raises StartError if the agent did not start or has another version of nbdist.  Raises
-        AgentLost if the agent ends, or does not reply within `timeout` seconds, and
-        KeyboardInterrupt after `patience` seconds.
+        Raises StartError if the agent did not start or has another version of nbdist, and AgentLost
+        if the agent ends or does not reply within `timeout` seconds.  After Stop, a caller passes
+        as `patience` the seconds for which the user still waits; if the reply takes longer, raises
+        KeyboardInterrupt.
         """
         # Wait in short steps: if Stop comes as a wait begins, it interrupts only the next wait.
         calling = self.calling(request, timeout, tick=min(CALL_TICK, patience))
@@ -251,10 +252,10 @@ class Link:
     def acknowledge(self, batch: BatchAcknowledged) -> None:
         """Acknowledge a batch of outputs; a second call for the same batch does nothing.
 
-        Stop can make the consumer repeat the call.  A single acknowledgement is sent with the next
-        message that is sent or received, since the agent may have several batches in flight.  In a
-        world that can be detached it is sent at once, because the next notebook gets all batches
-        that were not acknowledged.
+        The consumer repeats a call that Stop has interrupted.  An acknowledgement waits until the
+        link's thread next sends or receives a message, since the agent may have several batches in
+        flight.  The thread sends the acknowledgement at once if other messages wait, or if the
+        world can be detached: the next notebook gets all batches that were not acknowledged.
         """
         if batch is not self._last_received:
             self._last_received = batch

@@ -64,7 +64,10 @@ class CodeSync:
         self._sent_at = 0  # nanoseconds since 1970
 
     def forget(self) -> None:
-        """Forget which files were sent, and whether nodes share the folder, before a new agent."""
+        """Forget which files were sent, and whether nodes share the folder.
+
+        Call this for a new agent, about whose nodes nothing is known yet.
+        """
         self._sent_files, self.is_shared = {}, False
 
     def send_changes(self, asks: Asks, *, to_new: bool = False) -> Generator[Starting, None, None]:

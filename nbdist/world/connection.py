@@ -69,7 +69,7 @@ class AgentConnection:
         return self.link_or_none is not None and self.link_or_none.is_up
 
     def adopt(self, link: Link) -> None:
-        """Use this link, whose agent then starts the workers of the next start."""
+        """Use this link from now on; as long as the link is up, new workers start on its agent."""
         self.link_or_none = link
 
     def detach(self) -> Link | None:
@@ -136,7 +136,8 @@ class AgentConnection:
     def release_lent_values(self, task: Task, ranks: Iterable[int]) -> None:
         """Let ranks release memory that they hold for a task.
 
-        This is the memory of values that they have returned, or that they were to bind later.
+        The memory holds values that the task has returned, or values that the ranks have received
+        and that a second task was to bind (`value_transfer.bind_steps`).
         """
         if lent := tuple(ranks):
             self.link.send(ReleaseRankValues(task.id, lent))

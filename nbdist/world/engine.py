@@ -323,9 +323,9 @@ class Engine:
     def count_stop(self, task: Task) -> bool:
         """Count a Stop for a task, and wake `recovery.follow`; return True.  For a signal handler.
 
-        Returns False, without counting, if the handler has to raise KeyboardInterrupt instead.
-        This is so before the task is sent, after it has ended and another was sent, and while
-        `StopState.is_interruptible` is True.
+        Returns False, without counting, if the handler has to raise KeyboardInterrupt instead.  The
+        handler has to do so before the task is sent, after the task has ended and a later task was
+        sent, and while `StopState.is_interruptible` is True.
         """
         running = self.task_table.find_run(task.id)
         if running is None or running.stop.is_interruptible:

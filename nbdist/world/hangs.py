@@ -214,9 +214,10 @@ def shorten_error(
     """Return a short `Failure` in place of torch's error about connections that were closed.
 
     An abort, or another rank, has closed the connections.  After an abort, `aborted` says where the
-    rank waited, and the text is, for example, `Released: waited in all_reduce (cell line 7)`.  If
-    `aborted` is None, the line comes from the traceback of `failure`, and the reason from the
-    `errors` of other ranks.  `script` is the script that the task runs, None for a cell.
+    rank waited, and the result reads, for example, `Released: waited in all_reduce (cell line 7)`.
+    If `aborted` is None, the result reads `Released: waited for a rank that died (cell line 7)`:
+    the line is found in the traceback of `failure`, and the end of the other rank in `errors`.
+    `script` is the script that the task runs, None for a cell.
     """
     if aborted is not None:
         file, number, wait = aborted.file or "cell", aborted.line, f"in {aborted.operation}"

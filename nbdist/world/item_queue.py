@@ -113,7 +113,10 @@ class ItemQueue:
 
     @property
     def is_done(self) -> bool:
-        """Whether no item is left, or no further items are handed out."""
+        """Whether the queue has ended, or all items were handed out and are finished.
+
+        If an error has ended the queue, ranks may still run items.
+        """
         is_held = any(each.items for each in self._handed.values())
         return self.has_ended or (self._is_exhausted and not (self._returned or is_held))
 

@@ -87,8 +87,9 @@ E = TypeVar("E", Sent, BoundByWorker)
 
 
 class NameTable:
-    """For each rank, the names that the notebook has sent, that tasks have bound, and that it lost.
+    """For each rank, the names that were sent to it, that tasks have bound, and that it lacks.
 
+    A rank lacks a variable that processes have lost, for example by a restart (`Missing`).
     `namespace` has the notebook's variables.
     """
 
@@ -188,11 +189,11 @@ class NameTable:
     def record_assigned(self, names: Iterable[str], surely: Container[str] = ()) -> None:
         """Record names that a cell of the notebook may have bound: they belong to the notebook now.
 
-        `surely` has the names that the cell has certainly bound.  Another name counts only if the
-        notebook now has another object under it, unlike after `if False: model = Net()`.  But the
-        name of a number or short text always counts, because an equal new value cannot be told from
-        the old one.  Names that were sent and that the notebook lacks now count too: the cell may
-        have deleted them, for example by `%xdel` or `globals()`.
+        `surely` has the names that the cell has certainly bound.  Another name, as in
+        `if False: model = Net()`, counts only if the notebook now has another object under it.  But
+        the name of a number or short text always counts, because an equal new value cannot be told
+        from the old value.  Names that were sent and that the notebook lacks now count too: the
+        cell may have deleted them, for example by `%xdel` or `globals()`.
         """
         self.objects.runs += 1
         for name in {*names, *self._deleted()}:
@@ -256,10 +257,11 @@ class NameTable:
     ) -> None:
         """Record that ranks are new processes, and which variables they lack.
 
-        Each rank lacks the variables that tasks had bound on it, and those of the notebook that it
-        had and that any rank has changed.  It also lacks the names in `made`: the tasks in which
-        ranks died had bound them, maybe on other ranks.  `brought` has by rank the names that were
-        sent with these tasks; `record_lost` counts them as names that the ended process had.
+        Each rank lacks the variables that tasks had bound on it.  A variable of the notebook that
+        the rank had is lacking, too, if any rank has changed the variable.  `made` are further
+        names that the rank lacks: the tasks in which ranks died had bound them, maybe on other
+        ranks.  `brought` has by rank the names that were sent with these tasks; `record_lost`
+        counts them as names that the ended process had.
         """
         kinds = {
             name: [entry.kind for entry in self._entries(name, BoundByWorker).values()]
@@ -327,7 +329,10 @@ class NameTable:
         return frozenset(self._current_entries(name, BoundByWorker))
 
     def holders(self, name: str) -> frozenset[int]:
-        """Return the ranks that may have an object that any notebook has sent under this name."""
+        """Return the ranks that may have got an object under this name from any notebook.
+
+        An earlier notebook of a world that was attached counts, too.
+        """
         if self.is_of_earlier_notebook(name):
             return frozenset(self._ranks)
         sent = self._entries(name, Sent).items()

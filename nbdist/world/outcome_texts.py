@@ -32,7 +32,10 @@ NOT_RETRIED_ERRORS |= {"IndentationError", "TabError"}
 
 
 def outside_text(running: TaskRun) -> str:
-    """Say that a task has called a collective together with ranks that did not run it; or ""."""
+    """Say that ranks of a task have shared a collective with ranks that ran another task.
+
+    Returns "" if they have not.
+    """
     outside = {rank: done.outside for rank, done in running.done().items() if done.outside}
     others = set[int]().union(*outside.values())
     if not others:

@@ -29,9 +29,10 @@ from nbdist.world.sent_objects import Parcel, SentObjects
 
 
 def _has_hidden_contents(tool: str, part: Token) -> bool:
-    """Return True if user code does not see that a part gets new contents, as a tensor new memory.
+    """Return True if a part's contents can be replaced while user code sees the same object.
 
-    `tool` is the kind of the object that has the part (`LinkEntry.tool`).
+    For example, `model.half()` gives a tensor new memory.  `tool` is the kind of the object that
+    has the part (`LinkEntry.tool`).
     """
     return tool in ("array", "opaque") or (tool == "tensor" and part == "data")
 

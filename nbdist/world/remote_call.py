@@ -424,7 +424,7 @@ def names_of_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the variables of `__main__` that a call uses, and those that these use in turn.
+    """Return the variables of `__main__` that a call uses, directly or through other variables.
 
     Raises VariableNotSent if the call or a variable cannot be pickled.
     """

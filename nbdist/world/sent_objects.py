@@ -22,8 +22,9 @@ class Parcel:
     """The names and objects that a task brings to a rank, in the states that are sent.
 
     `compared` is the value that `SentObjects.runs` had when all objects of the rank were compared
-    with the notebook's, or 0 if they were not.  `binds` are variables to which the task assigns if
-    it succeeds, even if only the object that they already have.
+    with the notebook's, or 0 if they were not.  `binds` are variables to which the task certainly
+    assigns if it succeeds.  The notebook needs them because a rank does not report a variable to
+    which the task has assigned the same object again.
     """
 
     names: Mapping[str, Any] = field(default_factory=dict)

@@ -37,8 +37,8 @@ def bounds(length: int, parts: int) -> list[int]:
 def split(name: str, value: Any, parts: int, dim: int | None = None) -> list[Any]:
     """Return `parts` pieces of a value, which is split along a dimension, by default the first.
 
-    Pieces may be views of the value's memory; tables and data sets are split by rows.  Raises
-    UsageError if the value cannot be split, or has no such dimension.
+    Pieces may be views of the value's memory; tables and data sets are split by rows.  `name` is
+    for error messages.  Raises UsageError if the value cannot be split, or has no such dimension.
     """
     length, part = _cutter(name, value, dim)
     return [part(start, end) for start, end in pairwise(bounds(length, parts))]

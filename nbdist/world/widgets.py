@@ -84,7 +84,10 @@ class Widgets:
     def __init__(self) -> None:
         self.models: dict[str, Model] = {}
         self.ended_widgets: dict[str, int] = {}
-        """By id: the rank of each widget whose rank has ended, until the notebook shows this."""
+        """By id: the rank of each widget that `end` has closed.
+
+        The notebook replaces these widgets in its panels by texts, and then empties the table.
+        """
         self._messages: list[Comm] = []
         # By rank: the ids of the `Output` widgets that capture its outputs, the innermost last.
         self._capturing: dict[int, list[str]] = {}

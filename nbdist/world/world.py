@@ -737,7 +737,11 @@ def run(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> CellR
 def _arguments_not_of(
     function: Callable[..., Any], kwargs: Mapping[str, object], names: set[str]
 ) -> dict[str, object]:
-    """Return the arguments in `kwargs` that have one of `names` and that the function rejects."""
+    """Return the arguments in `kwargs` that have one of `names` and that the function rejects.
+
+    The user must have meant them for nbdist.  The result is empty if the function takes any keyword
+    or has no signature.
+    """
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a function in C may have no signature
