@@ -123,7 +123,11 @@ _PAIRS = re.compile(r",(?=[A-Za-z_]\w*=)")
 
 
 def _split_pairs(text: str) -> list[str]:
-    """Split `A=1,B=2`, a form of torchx, at the commas; leave `A=0,1` and `A=b=1,c=2` whole."""
+    """Return the assignments in a text such as `A=1,B=2`, which torchx also accepts.
+
+    The text stays whole if any item between its commas is not `NAME=VALUE` with a single `=`: the
+    commas then belong to one value, as in `A=0,1` and `A=b=1,c=2`.
+    """
     pairs = _PAIRS.split(text)
     is_all = len(pairs) == text.count(",") + 1
     return pairs if is_all and all(each.count("=") == 1 for each in pairs) else [text]
@@ -149,7 +153,7 @@ def _shell_parser(flag: str, form: str) -> Callable[[str], str]:
     """Make a function that returns a command line unchanged if `shlex` can split it into words.
 
     The function raises UsageError for a quote that is not closed, and for a text without words.
-    `flag` is the option in the message, and `form` says what it expects.
+    `flag` is the option that the message names, and `form` says what the option expects.
     """
 
     def read(text: str) -> str:
@@ -263,7 +267,10 @@ def _quoted(text: str) -> str:
 
 
 def _option(flag: str, text: str, *how: Any, default: Any = None, **more: Any) -> Any:
-    """Make a dataclass field with an `Option` in its metadata; `default` is the field's default."""
+    """Make a dataclass field with an `Option` in its metadata; `default` is the field's default.
+
+    `text` is the help of the option; `how` and `more` are further arguments of `Option`.
+    """
     metadata = {"option": Option(flag, text, *how, **more)}
     if default is dict:  # an environment, whose secrets must not be in a repr
         return field(default_factory=dict, repr=False, metadata=metadata)
@@ -456,7 +463,8 @@ class WorldConfig:
     def agent_options(self) -> tuple[object, ...]:
         """The values with which agents are started; if they change, agents must be restarted.
 
-        Agents on this machine alone depend on no option, so for them only the launcher counts.
+        An agent on this machine serves any options, so for a world on this machine alone the only
+        value is the launcher.
         """
         if self.launcher_name == LOCAL:
             return (LOCAL,)
@@ -517,10 +525,11 @@ class WorldConfig:
         return replace(self, **new)
 
     def _contradicted_options(self, changes: Mapping[str, object]) -> dict[str, None]:
-        """Return the present options that do not fit to `changes`, each with None as its new value.
+        """Return the present options that `changes` make invalid, each with None as its new value.
 
-        If `changes` lead to another launcher, these are `launcher` and the options that the new
-        launcher does not allow.  Otherwise there are none.
+        If `changes` name a launcher, or an option that the present launcher does not allow, the
+        result has `launcher`, and the options that the new launcher does not allow and `changes` do
+        not set.  Otherwise the result is empty.
         """
         named = {name for name, each in OPTIONS.items() if each.launchers and changes.get(name)}
         is_taken = all(OPTIONS[name].is_for(self.launcher_name) for name in named)

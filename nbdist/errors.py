@@ -50,8 +50,8 @@ def rebuild(kind: type[NbdistError], args: tuple[object, ...]) -> NbdistError:
 def bare(kind: type[E], *args: object) -> E:
     """Make an exception of a class without running any code of the class.
 
-    Calls only `__new__` of the builtin base class, which raises TypeError for a class that is
-    written in C or Rust.
+    Only `__new__` of the builtin base class is called.  It raises TypeError if the class has a
+    `__new__` that is written in C or Rust.
     """
     base: Any = kind
     while base.__module__ != "builtins":
@@ -227,7 +227,10 @@ class RanksNotStopped(UsageError):
     """Ranks are still running a cell that was stopped: they clean up, ignore Stop, or are slow."""
 
     def __init__(self, ranks: Iterable[int], doing: str = "", *, is_safe: bool = False) -> None:
-        """`doing` says where the ranks are; with `is_safe` only another Stop may kill the ranks."""
+        """`doing` says where the ranks are.
+
+        `is_safe` is True if the agent kills the ranks only after another Stop.
+        """
         ranks = [*ranks]
         is_one = len(ranks) == 1
         verb, them, their = ("has", "it", "its") if is_one else ("have", "them", "their")
@@ -390,7 +393,8 @@ class CellTimeout(NbdistError, TimeoutError):
     ) -> None:
         """`where` says where the ranks were; `running` are the ranks that have not stopped.
 
-        With `is_safe` no variables were lost, and only another Stop may kill the running ranks.
+        `is_safe` is True if no variables were lost, and if the agent kills the running ranks only
+        after another Stop.
         """
         running, doing = [*running], f": {where}" if where else ""
         kept = NO_VARIABLES_LOST if is_safe else ""
