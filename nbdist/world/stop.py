@@ -163,6 +163,10 @@ class StopState:
         """Whether the task is a job: after Stop no cell waits for it to end."""
         return self._control_timeout is None
 
+    def make_job(self) -> None:
+        """Make the task a job, for which no cell waits after Stop from now on."""
+        self._control_timeout = None
+
     @property
     def was_pressed(self) -> bool:
         """Whether the user has pressed Stop, even if `poll` has not acted on it yet."""

@@ -150,6 +150,10 @@ def test_a_stop_only_interrupts_a_job_again() -> None:
     assert stop.handle(StopEvent.FINISHED, 2.0) == ()
     assert [press(stop), press(stop)] == [(), ()]
     assert press(waited_for(replace(OF_JOB, holds_stop=True))) == (RECORD,)
+    attached = waited_for()
+    attached.make_job()
+    assert (attached.is_of_job, press(attached, times=2)) == (True, (INTERRUPT,))
+    assert attached.deadline == float("inf")
 
 
 def test_a_late_wait_ends_by_one_stop_or_at_its_deadline() -> None:

@@ -6,7 +6,6 @@ They run in the notebook's process when a user calls them.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 from IPython.core.magic_arguments import argument
 
@@ -203,8 +202,7 @@ def dist_attach(line: MagicCall) -> str | None:
     *others, running = world.engine.task_table.runs
     line.display.add_note(f"{_title(chosen)} · {running.task.title}")
     for each in others:
-        # Make the task a job, so that Stop in this cell does not interrupt the task.
-        each.patience = replace(each.patience, control_timeout=None)
+        each.stop.make_job()  # the cell that attaches waits only for the newest task
         display = line.pool.display()
         display.add_note(each.task.title)
         steps = _steps(line.pool, each, display)
