@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 from nbdist.agent.debugger_relay import DebuggerRelays
 from nbdist.agent.fork_server import ForkServerProcess
 from nbdist.agent.group_formation import GroupFormation
-from nbdist.agent.inspect import UsageWatch, ask_idle_worker, secrets_of, stack_of, status_of
+from nbdist.agent.inspect import (
+    UsageWatch,
+    ask_idle_worker,
+    locate_with_patience,
+    secrets_of,
+    stack_of,
+    status_of,
+)
 from nbdist.agent.interrupts import Interrupter
 from nbdist.agent.listener import Listener, StoreWindow, with_ranks
 from nbdist.agent.notebook_link import NotebookLink, Serving
@@ -259,7 +266,7 @@ class Agent:
 
     async def _locate(self, ranks: Sequence[int]) -> dict[int, RankPosition]:
         alive = self._workers.alive(ranks)
-        places = await asyncio.gather(*(worker.locate() for worker in alive))
+        places = await asyncio.gather(*map(locate_with_patience, alive))
         located = zip(alive, places, strict=True)
         return {each.rank: place for each, place in located if not each.is_killed}
 

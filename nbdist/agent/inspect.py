@@ -14,11 +14,12 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import psutil
 
 from nbdist.agent.stacks import frames_of, user_frames, with_code
+from nbdist.agent.worker import LOCATE_TIMEOUT, Worker
 from nbdist.system.processes import OwnTime, is_stopped
 from nbdist.system.secrets import secret_values
 from nbdist.wire import control
@@ -27,16 +28,13 @@ from nbdist.wire.messages import RankSecrets, UsageReport
 from nbdist.wire.places import CALL_FILE, Collective, RankPosition, Stack, StackFrame
 from nbdist.wire.status import Gpu, Usage, WorkerStatus
 
-if TYPE_CHECKING:
-    from nbdist.agent.worker import Worker
-
-
 FRESH_SECONDS = 1.0  # seconds for which a count of pages is reused; private pages are always read
 STACK_TIMEOUT = 0.3  # seconds for a worker to send its stack, before the agent reads its memory
 STATUS_TIMEOUT = 0.12  # seconds for each answer that `%dist_status` waits for
 SECRETS_TIMEOUT = 3.0  # seconds for a worker to list the secrets of its environment
 LAST_TIMEOUT = 2.0  # seconds until a silent worker may be asked for its last collective again
 BRIEF_SAMPLE_TIMEOUT = 0.04  # seconds to read a stack from memory, for `%dist_status`
+LOCATE_AGAIN_TIMEOUT = 0.3  # seconds for a second answer of a rank that had no time for the first
 SAMPLE_TIMEOUT = 0.4  # seconds to read a stack from memory, for `world.stacks` and Stop
 
 CONSULT_TIMEOUT = 0.4  # seconds for each of two ranks to answer; the notebook waits 0.9 s for both
@@ -191,6 +189,18 @@ async def _place(worker: Worker) -> RankPosition:
     with _Turn(worker, STATUS_TIMEOUT) as turn:
         answer = await _ask(worker, control.LocateMainThread(briefly=True), STATUS_TIMEOUT)
     return answer if isinstance(answer, RankPosition) else await _place_of_silent(worker, turn)
+
+
+async def locate_with_patience(worker: Worker) -> RankPosition:
+    """Return the answer of `Worker.locate`; ask once more if the rank had no time to answer.
+
+    On a busy machine, a rank that has waited for a processor would count as holding the GIL.
+    """
+    with _Turn(worker, LOCATE_TIMEOUT) as turn:
+        place = await worker.locate()
+    if place.is_stopped or place.holds_gil == turn.judge(place).holds_gil:
+        return place
+    return await worker.locate(LOCATE_AGAIN_TIMEOUT)
 
 
 async def _place_of_silent(worker: Worker, turn: _Turn) -> RankPosition:

@@ -230,13 +230,13 @@ class Worker:
         """Whether the rank stands at a breakpoint, until the user lets it go on."""
         return self.debugger is not None and self.debugger.is_stopped
 
-    async def locate(self) -> RankPosition:
+    async def locate(self, timeout: float = LOCATE_TIMEOUT) -> RankPosition:
         """Ask the worker where in its code it is; return the answer.
 
-        If the worker does not answer, the result has only `holds_gil` set, and facts that the agent
-        itself knows.
+        If the worker does not answer within `timeout` seconds, the result has only `holds_gil` set,
+        and facts that the agent itself knows.
         """
-        place = await self.ask(control.LocateMainThread(), LOCATE_TIMEOUT)
+        place = await self.ask(control.LocateMainThread(), timeout)
         if not isinstance(place, RankPosition):
             place = RankPosition(holds_gil=True, is_stopped=is_stopped(self.pid))
         return replace(place, asks=self.waits_for_input, is_debugged=self.is_debugged)
