@@ -547,6 +547,11 @@ def test_here_too_runs_a_cell_on_both_sides(two: Notebook) -> None:
     assert two.run("%%distributed --here-too\ny = x").errors == []
     assert two.value("y") == 45
     assert body(two.run("%%distributed\ny")) == ["── rank 0 ──", "0", "── rank 1 ──", "1"]
+    # The ranks keep their own values even if they bind the name after the notebook.
+    late = "import time\nif 'rank' in globals(): time.sleep(0.5)\nz = x + 1"
+    assert two.run(f"%%distributed --here-too\n{late}").errors == []
+    assert two.value("z") == 46
+    assert body(two.run("%%distributed\nz")) == ["── rank 0 ──", "1", "── rank 1 ──", "2"]
     said = two.run("%%distributed --here-too\nimport asyncio\nawait asyncio.sleep(0); sent = 1")
     assert said.error.startswith("UsageError: `--here-too`: the cell uses `await`")
     assert body(two.run("%%distributed\n'sent' in globals()"))[-1] == "False"

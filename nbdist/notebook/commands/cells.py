@@ -87,6 +87,9 @@ def send(line: MagicCall, steps: CellSteps) -> None:
             if pool.world:
                 _bind(line, name, result_of(pool, pool.world, attempts[0]))
             raise
+        finally:
+            if here:
+                _give_names_to_ranks(line, attempts[0], besides=name)
     if raised is not None:
         raise LocalCellError(raised, len(running.task.ranks))
 
@@ -106,12 +109,7 @@ def _run_here(line: MagicCall, running: TaskRun) -> BaseException | None:
     If Stop has ended the cell, interrupts the ranks too and returns None.
     """
     ran: Any = line.pool.shell.run_cell(line.cell)
-    if world := line.pool.world:
-        # The cell has bound the same names on the ranks and here.  Record that these variables
-        # belong to the ranks: otherwise later cells would get the notebook's values instead.
-        for track in running.transcript:
-            for name in track.done.bound if track.done else ():
-                world.engine.names.record_gathered(name, (track.rank,))
+    _give_names_to_ranks(line, running)
     error: BaseException | None = ran.error_before_exec
     if error is None:  # `or` would be wrong: a user's exception can be false as a truth value
         error = ran.error_in_exec
@@ -119,6 +117,19 @@ def _run_here(line: MagicCall, running: TaskRun) -> BaseException | None:
         running.stop.presses += 1
         return None
     return error
+
+
+def _give_names_to_ranks(line: MagicCall, running: TaskRun, besides: str = "") -> None:
+    """Record that names which a cell has bound in the notebook and on ranks belong to the ranks.
+
+    Otherwise the ranks would get the notebook's values with later cells.  Only ranks that have
+    finished the cell count.  The name `besides` stays the notebook's.
+    """
+    if (world := line.pool.world) is None:
+        return
+    for track in running.transcript:
+        for name in track.done.bound - {besides} if track.done else ():
+            world.engine.names.record_gathered(name, (track.rank,))
 
 
 def _bind(line: MagicCall, name: str, value: object) -> None:
