@@ -50,9 +50,9 @@ class HangDetector:
         self._fast_since: float | None = None
 
     def poll_fast(self, now: float) -> None:
-        """Let requests for places follow each other quickly (`SOON`) for the next `FAST_SECONDS`.
+        """Make requests for places due every `SOON` seconds for the next `FAST_SECONDS`.
 
-        Only the first call has an effect.
+        A task has this only once: all calls after the first do nothing.
         """
         if self._fast_since is None:
             self._fast_since = now

@@ -28,7 +28,7 @@ from nbdist.wire.messages import RankSecrets, UsageReport
 from nbdist.wire.places import CALL_FILE, Collective, RankPosition, Stack, StackFrame
 from nbdist.wire.status import Gpu, Usage, WorkerStatus
 
-FRESH_SECONDS = 1.0  # seconds for which a count of pages is reused; private pages are always read
+FRESH_SECONDS = 1.0  # seconds for which a count of pages is reused; private memory is read anew
 STACK_TIMEOUT = 0.3  # seconds for a worker to send its stack, before the agent reads its memory
 STATUS_TIMEOUT = 0.12  # seconds for each answer that `%dist_status` waits for
 SECRETS_TIMEOUT = 3.0  # seconds for a worker to list the secrets of its environment

@@ -36,6 +36,7 @@ GROUP_START_TIMEOUT = (
     180.0  # seconds to start all workers and form their group; a busy disk is slow
 )
 GROUP_HEAL_TIMEOUT = 30.0  # seconds for survivors and new workers to form their groups
+SURVIVOR_GRACE = 1.0  # seconds that survivors get in addition, so that the new worker is blamed
 HELD_TIMEOUT = 10.0  # seconds for a worker to list its groups; a slower worker's groups are ignored
 
 SILENT = "it did not answer while the group was formed"
@@ -251,10 +252,11 @@ class WorkerGroup:
         why the groups could not be formed.  Survivors that do not answer are killed.
         """
         exits = [worker.process.exited for worker in forms if worker.process is not None]
+        survivor_timeout = GROUP_HEAL_TIMEOUT + SURVIVOR_GRACE
         with FormingCanceller(self._rendezvous.cancel_file, exits) as call_off:
             answers, errors = await asyncio.gather(
                 asyncio.gather(
-                    *(call_off.ask(each, forms[each], GROUP_HEAL_TIMEOUT) for each in forms)
+                    *(call_off.ask(each, forms[each], survivor_timeout) for each in forms)
                 ),
                 asyncio.gather(*(call_off.start(each, GROUP_HEAL_TIMEOUT) for each in new)),
             )

@@ -102,9 +102,10 @@ class HeadLink:
     ) -> None:
         """Connect to the head; `open` then sends the first message.
 
-        `on_message` is called with each message of the head. `port` is a free port of this machine,
-        reserved for MASTER_PORT. `leave` is called when the agent must exit. The `guard` of this
-        agent reports to the head if the agent is killed.
+        `on_message` is called with the messages of the head, except those that the link handles
+        itself: answers to `ask_store`, and messages about copies of memory. `port` is a free port
+        of this machine, reserved for MASTER_PORT. `leave` is called when the agent must exit. The
+        `guard` of this agent reports to the head if the agent is killed.
         """
         self._route = route
         head_endpoint = endpoint(route.address, route.ticket.port)

@@ -232,7 +232,10 @@ class RayNode(NamedTuple):
 
 
 class NoRoom(ValueError):
-    """Raised if the Ray cluster lacks requested resources; the message says what it has."""
+    """Raised if the Ray cluster lacks requested resources, or does not free them in time.
+
+    The message says which resources the cluster has.
+    """
 
 
 def bundles_of(config: WorldConfig, nodes: Sequence[RayNode]) -> list[Bundle]:

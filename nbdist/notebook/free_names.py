@@ -119,7 +119,10 @@ def names_in_commands(source: str) -> list[str]:
 
 
 def names_filled_in(text: str) -> list[str]:
-    """Return the names in `{x}` and `$x` of a command, without names that the command sets."""
+    """Return the names whose values `{x}` and `$x` fill into a command: `path` in `ls $path`.
+
+    Variables that the shell command itself sets are left out: `i` in `for i in 1 2; do echo $i`.
+    """
     names = (name for source in _filled_in([text]) for name in sorted(names_used(source)))
     return [name for name in dict.fromkeys(names) if not _is_the_shells(name, text)]
 

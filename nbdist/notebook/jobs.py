@@ -327,7 +327,7 @@ class Job:
         """Return a line on the failure of the job's cell, once; "" if there is nothing to tell.
 
         There is nothing to tell if the cell has not failed, or if the user has waited for the job's
-        end by `wait`, `result` or `await`.
+        end by `wait`, `result`, `exception` or `await`.
         """
         is_heard, self._was_waited_for = self._was_waited_for, True
         if is_heard or not isinstance(self._error, WorkerError | CellTimeout):

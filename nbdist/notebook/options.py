@@ -227,11 +227,11 @@ def parse(magic: Magic, name: str, line: str) -> argparse.Namespace:
 
 
 def words_of(magic: Magic, line: str) -> Iterator[tuple[str, bool, int]]:
-    """Yield each word of a line, whether the word is an option, and the position of its end.
+    """Yield each word of a line, whether the word is an option, and where it ends in the line.
 
-    An option includes its value, as in `-r=-1`, since argparse would take the value of `-r -1` for
-    another option.  Flags of other tools are replaced by ours.  Raises ValueError if a quote is not
-    closed.
+    An option and its value are one word: `-r -1,0` in the line gives `-r=-1,0`, since argparse
+    would take `-1,0` for another option.  Flags of other tools (such as torchrun) and of former
+    versions are replaced by ours.  Raises ValueError if a quote is not closed.
     """
     flags, at = flags_of(magic), 0
     while line[at:].strip():

@@ -312,9 +312,9 @@ class Plan:
         return True
 
     def force(self, names: Collection[str]) -> None:
-        """Examine variables that must be sent even to ranks that have them already.
+        """Plan to send variables to all ranks of the plan, even to ranks that have them.
 
-        The variables that functions in their values need are examined too.
+        The variables that functions in their values need are examined too, as by `follow`.
         """
         self._forced = frozenset(names)
         for name in names:

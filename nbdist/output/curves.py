@@ -93,7 +93,11 @@ class Series:
         return CurvePoint(*(column[at] for column in self.columns))
 
     def add(self, point: CurvePoint) -> None:
-        """Add a point whose step is not below the last point's step; merge points if necessary."""
+        """Add a point, whose step must not be below the last point's step.
+
+        A point with the last point's step, or in the same range of `wide` steps, is merged into the
+        last point.  If there are more than `max_points` afterwards, neighbours are merged.
+        """
         if point.odd:
             # A worker begins a new point at its first odd number (NaN or infinity), so `point.step`
             # is the step of that number.

@@ -316,9 +316,10 @@ class Screen:
             self._settled = row
 
     def _block(self, start: int, stop: int) -> tuple[str, bytes]:
-        """Return the lines of rows `start` to `stop - 1` as one text without colours.
+        """Return the text of rows `start` to `stop - 1` without colours, a line for each row.
 
-        Also return a byte for each line that says whether stderr wrote to the line.
+        Also return a byte for each line, which is not 0 if stderr wrote to the line.  Rows with
+        progress bars are left out of both.
         """
         first, last = max(start - self._first, 0), stop - self._first
         if last <= first:

@@ -56,9 +56,9 @@ def safe_path(environ: Mapping[str, str], folder: str) -> str:
 
 
 def safe_environ(environ: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Return a copy of `environ` whose PYTHONPATH is the result of `safe_path`.
+    """Return a copy of `environ`, with PYTHONPATH less the entries that can lead to `folder`.
 
-    If the result is "", the copy has no PYTHONPATH.
+    `safe_path` says which entries these are.  If no entry is left, the copy has no PYTHONPATH.
     """
     others = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
     path = safe_path(environ, folder)

@@ -31,9 +31,9 @@ NOTHING_TRACKED = (
 def dist_plot(line: MagicCall) -> CommandOutput | str:
     """Show what ranks have tracked, over all cells and restarts: `%dist_plot loss`.
 
-    A curve shows the median of the ranks, and a band from the lowest to the highest rank.  A rank
-    that leaves the band has a line of its own.  If steps went back, only the numbers since then are
-    drawn.
+    A curve shows the median of the ranks, and a band from the lowest to the highest of the ranks
+    that stay close together.  A rank far from the others is outside of the band and has a line of
+    its own.  If steps went back, only the numbers since then are drawn.
     """
     world = line.pool.world
     if world is not None:

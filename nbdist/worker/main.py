@@ -53,6 +53,7 @@ from nbdist.worker.process import (
     BadEnvironment,
     Interrupts,
     die_with_parent,
+    duplicate_streams,
     flush_c_streams,
     flush_streams,
     is_ready,
@@ -73,6 +74,7 @@ def run_worker(start: WorkerStart, agent_pid: int) -> None:
     kernel's sockets are bound, and "ready" once the group is formed and the loop reads tasks.
     """
     own_path = list(sys.path)
+    duplicate_streams()
     prepare_torch(start)
     import_ops()
     with threads_without_sigint():

@@ -387,15 +387,24 @@ def rank_stream(name: StreamName, token: str) -> io.TextIOWrapper:
     return io.TextIOWrapper(stream, "utf-8", "backslashreplace", newline="\n", write_through=True)
 
 
-def install_streams(token: str) -> None:
-    """Let `sys.stdout` and `sys.stderr` write to the pipe that the agent reads.
+def duplicate_streams() -> None:
+    """Duplicate the file descriptors 1 and 2 for nbdist's own use; called once.
 
-    Called once, before user code runs. `token` is the text in the worker's marks.
+    Call this before the process starts threads: with threads, Linux enlarges the table of file
+    descriptors only after a pause, which took 20 s on a machine whose kernel threads got no time.
     """
     for fd in _duplicates:
         try:
             _duplicates[fd] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_PRIVATE)
         except OSError:  # the limit is below FIRST_PRIVATE
             _duplicates[fd] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
+
+
+def install_streams(token: str) -> None:
+    """Let `sys.stdout` and `sys.stderr` write to the pipe that the agent reads.
+
+    Called once, before user code runs and after `duplicate_streams`. `token` is the text in the
+    worker's marks.
+    """
     sys.stdout = _own_streams["stdout"] = rank_stream("stdout", token)
     sys.stderr = _own_streams["stderr"] = rank_stream("stderr", token)

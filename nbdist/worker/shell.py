@@ -1,8 +1,8 @@
 """The shell of a rank: IPython's shell, with the changes that a worker needs.
 
-The changes are to events, `exit`, warnings and tracebacks. `nbdist.worker.kernel` makes the shell,
-which runs cells on the main thread. The ops that run scripts and functions use the shell to show
-exceptions.
+Most changes are to events, `exit`, the results of cells, warnings, tracebacks and the debugger.
+`nbdist.worker.kernel` makes the shell, which runs cells on the main thread. The ops that run
+scripts and functions use the shell to show exceptions.
 """
 
 from __future__ import annotations

@@ -110,7 +110,10 @@ def follow(engine: Engine, running: TaskRun, *, answers: bool = False) -> Follow
 
 
 def _receive_beside_others(engine: Engine, running: TaskRun, timeout: float) -> None:
-    """Wait for messages and handle them; while a cell runs, also show the output of jobs."""
+    """Wait at most `timeout` seconds for messages, and handle them.
+
+    Unless the task `running` is itself a job, also show the new output of jobs.
+    """
     inbox.receive(engine, timeout)
     if not running.is_job:  # jobs are followed in short steps
         engine.hooks.step_others()

@@ -232,7 +232,7 @@ class StopState:
             self.interrupts, self.spared = self.interrupts + 1, frozenset()
             self._set_deadline(now, self._control_timeout)
         if StopAction.SPARE in actions:
-            self.deadline = now  # also if the second Stop came long before
+            self.deadline = now  # do not wait for the old deadline, which may be far off
         self.is_left |= event is StopEvent.SPARED
         if event is StopEvent.LATE_WAIT:
             self._handled = self.presses  # an earlier Stop was meant for an earlier cell

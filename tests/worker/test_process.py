@@ -235,7 +235,8 @@ def test_streams_have_what_libraries_expect() -> None:
         "sys.stdout.write(f'{s.closed} ')\n"
         "s.flush()\ns.writelines([])\n"
         "try:\n    s.write(b'bytes')\nexcept TypeError: pass\nelse: raise SystemExit(1)\n"
-        f"process.install_streams({TOKEN!r})\nos.close(1)\nprocess.flush_streams()\n"
+        f"process.duplicate_streams()\nprocess.install_streams({TOKEN!r})\n"
+        "os.close(1)\nprocess.flush_streams()\n"
         "os.write(1, b'again')"
     )
     assert said.text == "a\\udc80b\né <stderr> utf-8 True False 2 False again"
