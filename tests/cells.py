@@ -20,6 +20,7 @@ from nbdist.output.screen import ScreenLine
 from nbdist.world import dispatch, inbox
 from nbdist.world.result import CellResult
 from nbdist.world.states import WorldState
+from nbdist.world.task_error import error_of, not_stopped
 from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
 from tests.waiting import SOON, wait_until
@@ -65,7 +66,7 @@ class Ran:
 def follow(world: World, running: TaskRun) -> Ran:
     """Follow a running cell until it ends."""
     news = list(itertools.chain.from_iterable(world.follow(running)))
-    return Ran(running, running.error(), news)
+    return Ran(running, error_of(running), news)
 
 
 def run(world: World, source: str, ranks: tuple[int, ...] | None = None, count: int = 7) -> Ran:
@@ -101,7 +102,7 @@ def give_up_on_c_code(world: World, rank: int, control_timeout: float) -> None:
     world.interrupt()
     dispatch.wait(world.engine, running)
     assert running.unfinished == (rank,)
-    assert "no variables were lost" in str(running.error())
+    assert "no variables were lost" in str(error_of(running))
     while running.unfinished:
         dispatch.wait_for_stop(world.engine)
     assert world.gather("kept") == [*range(world.size)]
@@ -138,7 +139,7 @@ def stop(world: World, running: TaskRun) -> None:
     """Press Stop, and wait until all ranks have left the cell, as the next cell would do."""
     press_stop(world, running)
     if running.unfinished:  # on a very busy machine
-        sys.stdout.write(f"Control is back, but {running.not_stopped}\n")
+        sys.stdout.write(f"Control is back, but {not_stopped(running)}\n")
         dispatch.wait_for_stop(world.engine)
 
 
@@ -153,7 +154,7 @@ def ends(
             stopped = True
             world.interrupt()
     dispatch.wait(world.engine, running)
-    error = running.error()
+    error = error_of(running)
     assert not stopped, f"it did not end by itself within {within:.0f} s; Stop: {error}"
     assert error is not None, "nothing failed"
     assert world.state is WorldState.READY

@@ -46,8 +46,10 @@ from nbdist.world.outcome_texts import late_stop_text, stop_text, undefined_name
 from nbdist.world.remote_call import ask
 from nbdist.world.result import CellResult, usage_text
 from nbdist.world.sent_objects import Parcel
+from nbdist.world.task_error import error_of
 from nbdist.world.task_run import RankOutputs, TaskRun
 from nbdist.world.value_transfer import bind_steps
+from nbdist.world.wait_texts import waiting_text
 from nbdist.world.world import World
 
 R = TypeVar("R")
@@ -171,14 +173,14 @@ def attempt_steps(
         pids = world.pids  # the pids of all ranks before the attempt
         shipment = make_shipment(pool, world, names, pack)
         running = yield from _attempt(pool, world, attempt, shipment, display, patience, setup)
-        if not running.restart_text:
+        if not running.ending.restart_text:
             break
         _record_failure(pool, running)
         display = pool.display(is_quiet=options.quiet)
-        display.add_note(running.restart_text)
+        display.add_note(running.ending.restart_text)
         new = [rank for rank, pid in world.pids.items() if pid != pids.get(rank)]
         names.copy_entries(new, world.engine.names)
-        world.engine.rank_table.mark_reported(running.recovered_ranks)
+        world.engine.rank_table.mark_reported(running.ending.recovered_ranks)
     return outcome_of(pool, world, running, display)
 
 
@@ -193,7 +195,7 @@ def outcome_of(
     try:
         check_end(pool, world, running)
     except (NbdistError, Interrupted) as error:
-        if running.is_job:
+        if running.stop.is_of_job:
             display.add_note(str(error), at_once=False)
             display.redraw_ended(running.transcript, pool.log_files())
         return error
@@ -240,7 +242,7 @@ def _attempt(
             machines = world.engine.rank_table.machines
             running = dispatch.submit(world.engine, task, patience, shipment.parcels)
             # A further attempt of a job does not become the newest cell: a later cell may be newer.
-            if not (running.is_job and task.attempt.number):
+            if not (running.stop.is_of_job and task.attempt.number):
                 pool.last = running
             pool.note_deaths(world, display, machines)
             history = pool.shell.history_manager
@@ -248,7 +250,7 @@ def _attempt(
             if note := world.engine.surroundings.pop_note(cells):
                 display.add_note(note)
             yield from follow_steps(pool, world, running, display)
-        if setup and not running.error():
+        if setup and not error_of(running):
             kept = packed.pop_setup()
             parcel = shipment.setup.parcel if shipment.setup else None
             world.engine.keep_setup(setup, task, kept[1], kept[0], parcel)
@@ -282,7 +284,7 @@ def follow_steps(
                     outputs = following.send(longest)
                 except StopIteration:
                     break
-                is_attended = bool(longest) or not running.is_job
+                is_attended = bool(longest) or not running.stop.is_of_job
                 is_here = is_here and is_attended
                 with running.stop.counting_presses():
                     if display:
@@ -290,7 +292,8 @@ def follow_steps(
                         pool.show_widgets()
                         _redraw(running, outputs, display, is_attended=is_attended)
                         pool.show_late(at_once=False, running=display)
-                    if is_attended and (rank := running.next_to_ask) is not None:
+                    rank = running.prompts.next(time.monotonic(), running.unfinished)
+                    if is_attended and rank is not None:
                         with raise_stops():
                             if display:
                                 asks = running.prompts.text
@@ -316,14 +319,14 @@ def follow_steps(
 def _redraw(
     running: TaskRun, outputs: RankOutputs, display: CellDisplay, *, is_attended: bool
 ) -> None:
-    waits, asks = running.waits, running.prompts.text
-    done, total = running.bytes_moved
+    waits, asks = waiting_text(running), running.prompts.text
+    done, total = running.reports.bytes_moved
     # Show this only in a panel: a terminal would print a new line for each change.
     if not waits and display.can_change and done < total and not display.is_quiet:
         waits = f"big values are being packed: {size_text(done)} of {size_text(total)}"
     if asks and not is_attended:
         waits = f"{asks} · you will be asked when a cell waits for this one"
-    display.show(running.transcript, outputs, waits, usage_text(running.usage.values()))
+    display.show(running.transcript, outputs, waits, usage_text(running.reports.usage.values()))
     if not is_attended:
         display.pause()
 
@@ -340,19 +343,21 @@ def check_end(pool: Pool, world: World, running: TaskRun, *, stopped: bool | Non
         raise Interrupted((), outcome=f"the kernel ends, and the workers keep running: {find}")
     if cause := running.transcript.root_cause():
         pool.failed = time.monotonic(), *cause
-    killed = running.killed_by_stop
+    killed = running.transcript.killed_by_stop
     stopped = running.stop.was_pressed if stopped is None else stopped
-    if stopped and not running.unfinished and (killed or not running.deaths):
+    if stopped and not running.unfinished and (killed or not running.transcript.deaths):
         world.engine.rank_table.mark_reported(killed)
         recovery = stop_text(world.engine, killed) if killed else late_stop_text(running)
-        raise Interrupted(running.task.ranks, recovery, running.damage)
-    if not running.lacking_text and cause and (name := undefined_name(cause[1])):
-        running.lacking_text = _not_sent_text(pool, name)
-    running.recovery_text = in_pool(running.recovery_text, pool.own_name)
-    running.differing = in_pool(running.differing, pool.own_name)
-    running.lacking_text = in_pool(running.lacking_text, pool.own_name)
-    if error := running.error():
-        world.engine.rank_table.mark_reported(running.recovered_ranks)
+        raise Interrupted(running.task.ranks, recovery, running.ending.damage)
+    ending = running.ending
+    lacking = ending.lacking_text
+    if not lacking and cause and (name := undefined_name(cause[1])):
+        lacking = _not_sent_text(pool, name)
+    recovery = in_pool(ending.recovery_text, pool.own_name)
+    lacking = in_pool(lacking, pool.own_name)
+    running.ending = replace(ending, recovery_text=recovery, lacking_text=lacking)
+    if error := error_of(running):
+        world.engine.rank_table.mark_reported(running.ending.recovered_ranks)
         _record_failure(pool, running)
         if isinstance(error, CellTimeout) and killed:
             error.add(stop_text(world.engine, killed))
@@ -392,8 +397,8 @@ def fetch_results(
         pool.note_deaths(world, display or pool.display(), machines)
         for _ in follow_steps(pool, world, running, None):
             with running.stop.counting_presses():
-                if show and running.moved:
-                    show(*running.bytes_moved)
+                if show and running.reports.moved:
+                    show(*running.reports.bytes_moved)
     check_end(pool, world, running)
     results = {**running.result().by_rank}
     world.engine.connection.release_values(running)
@@ -432,7 +437,7 @@ def result_of(pool: Pool, world: World, running: TaskRun) -> CellResult[Any]:
 
 
 def _record_failure(pool: Pool, running: TaskRun) -> None:
-    if error := running.error():
+    if error := error_of(running):
         pool.last_failure = failure_of(running, error, pool.log_files()) or pool.last_failure
 
 

@@ -36,6 +36,7 @@ from nbdist.words import one_line
 from nbdist.world.recovery import CELL_TICK
 from nbdist.world.result import CellResult, raised
 from nbdist.world.task_run import TaskRun
+from nbdist.world.wait_texts import activity_text, waiting_text
 
 log = logging.getLogger("nbdist.notebook")
 
@@ -94,7 +95,7 @@ class Job:
     def __repr__(self) -> str:
         if not self.has_ended:
             word = "stopping" if self.task_run.stop.is_stopping else "running"
-            detail = self.task_run.waits or self.task_run.doing
+            detail = self._activity
         elif self._error is not None:
             was_stopped = isinstance(self._error, Interrupted | JobCancelled)
             word = "stopped" if was_stopped else "failed"
@@ -179,7 +180,7 @@ class Job:
         if not self.has_ended:
             if stops:
                 raise Interrupted((), outcome=self.keeps_running_text)
-            raise JobTimeout(self.title, timeout or 0.0, self.task_run.waits or self.task_run.doing)
+            raise JobTimeout(self.title, timeout or 0.0, self._activity)
         error = raised(self._error) if isinstance(self._error, WorkerError) else self._error
         return None if error is None else error.with_traceback(None)
 
@@ -268,6 +269,10 @@ class Job:
             self.step()
 
     # --- for the notebook -----------------------------------------------------------------
+
+    @property
+    def _activity(self) -> str:
+        return waiting_text(self.task_run) or activity_text(self.task_run)
 
     @property
     def keeps_running_text(self) -> str:

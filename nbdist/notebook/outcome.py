@@ -192,7 +192,7 @@ def failure_of(running: TaskRun, error: NbdistError, logs: Mapping[int, str]) ->
     first = errors[rank]
     where = f"rank {rank} on {error.host} (pid {error.pid})"
     number = running.task.execution_count
-    when = f"{running.seconds_until(first.time_ns):.1f} s into "
+    when = f"{running.clock.seconds_until(first.time_ns):.1f} s into "
     when += f"Cell In[{number}]" if number else "the cell"
     title = f"{_clock(first.time_ns / 1e9)} · {where} · {when} · {error_text(first)}"
     # `first` may lack the last lines of output, which a lost machine cannot send: pass the lines

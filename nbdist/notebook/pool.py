@@ -45,6 +45,7 @@ from nbdist.world.recovery import record_changes
 from nbdist.world.snapshot_store import SnapshotStore, owner_of, root_folder
 from nbdist.world.spec import default_log_dir
 from nbdist.world.states import Machines, WorldState, size_text
+from nbdist.world.task_error import not_stopped
 from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
 
@@ -247,7 +248,7 @@ class Pool:
             again = f"{name_ranks(running.unfinished)} {verb} interrupted again"
             raise Interrupted((), f"this cell has not run; {again}") from None
         if running.unfinished:  # raise here: `dispatch.submit` would first wait once more
-            raise running.not_stopped
+            raise not_stopped(running)
         self.past_cells.add_to_display(running.transcript, running.pop_outputs())
         if damage:
             display.add_note(f"the stopped cell: {damage}")

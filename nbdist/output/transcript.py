@@ -204,6 +204,25 @@ class Transcript:
         return tuple(each.rank for each in self if each.state in FAILED)
 
     @property
+    def done(self) -> dict[int, Done]:
+        """The `Done` message of each rank that has sent it."""
+        return {each.rank: each.done for each in self if each.done is not None}
+
+    @property
+    def deaths(self) -> dict[int, Died]:
+        """The deaths of ranks during the cell, by rank."""
+        return {each.rank: each.died for each in self if each.died is not None}
+
+    @property
+    def killed_by_stop(self) -> tuple[int, ...]:
+        """The ranks that were killed because they ignored Stop.
+
+        The tuple is empty if any rank died for another reason.
+        """
+        deaths = self.deaths
+        return tuple(deaths) if all(died.by_stop for died in deaths.values()) else ()
+
+    @property
     def errors(self) -> dict[int, RankError]:
         """The error that ended the cell, for each rank that has one."""
         return {each.rank: error for each in self if (error := each.error) is not None}

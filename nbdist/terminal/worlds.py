@@ -351,7 +351,7 @@ def failure_text(task: TaskSummary) -> str:
     if causes:
         lines.append(f"first failure: rank {first}: {error_text(error)}")
         if isinstance(error, Died):
-            lines += filter(None, [hangs.why_died(first, error, places), error.why])
+            lines += filter(None, [hangs.why_died({first: error}, places), error.why])
         lines.append(strip(body_text(error)))
     after = {rank: _short(each, released.get(rank), errors) for rank, each in errors.items()}
     lines += [] if causes else [f"rank {first}: {error_text(after[first])}"]

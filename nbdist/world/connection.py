@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from nbdist.config import Patience, WorldConfig
 from nbdist.errors import AgentLost, WorldNotStarted
+from nbdist.values.payload import Payload
 from nbdist.wire.messages import (
     HandoverState,
     ReleaseRankValues,
@@ -128,10 +129,9 @@ class AgentConnection:
 
     def release_values(self, running: TaskRun) -> None:
         """Let ranks release the shared memory of a task's values, which this process has read."""
-        payloads = running.payloads().items()
-        self.release_lent_values(
-            running.task, (rank for rank, payload in payloads if payload.segment)
-        )
+        values = ((rank, done.values) for rank, done in running.transcript.done.items())
+        lent = (rank for rank, each in values if isinstance(each, Payload) and each.segment)
+        self.release_lent_values(running.task, lent)
 
     def release_lent_values(self, task: Task, ranks: Iterable[int]) -> None:
         """Let ranks release memory that they hold for a task.

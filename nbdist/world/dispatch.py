@@ -27,6 +27,7 @@ from nbdist.world.result import CellResult
 from nbdist.world.sent_objects import Parcel
 from nbdist.world.states import WorldState
 from nbdist.world.stop import StopEvent
+from nbdist.world.task_error import error_of, not_stopped
 from nbdist.world.task_run import TaskRun
 from nbdist.world.world_outputs import LATE_KEPT
 
@@ -64,7 +65,7 @@ def attempts(task: Task, max_restarts: int) -> Iterator[Task]:
     """Yield copies of a task: for the first attempt, and for at most `max_restarts` restarts.
 
     The caller submits each copy and follows it to its end.  It takes the next copy only if the
-    attempt before has a `TaskRun.restart_text`.
+    attempt before has an `Ending.restart_text`.
     """
     for number in range(read_restarts(max_restarts) + 1):
         yield replace(task, id=uuid.uuid4().hex, attempt=Attempt(number, max_restarts))
@@ -95,11 +96,12 @@ def check(engine: Engine, running: TaskRun) -> None:
     """
     if running.stop.was_pressed:
         recovery_text = late_stop_text(running)
-        if recovery_text or running.damage:
-            raise errors.Interrupted(running.task.ranks, recovery_text, running.damage)
+        damage = running.ending.damage
+        if recovery_text or damage:
+            raise errors.Interrupted(running.task.ranks, recovery_text, damage)
         raise KeyboardInterrupt
-    if error := running.error():
-        engine.rank_table.mark_reported(running.recovered_ranks)
+    if error := error_of(running):
+        engine.rank_table.mark_reported(running.ending.recovered_ranks)
         raise error
 
 
@@ -121,7 +123,7 @@ def wait_for_stop(
 ) -> str:
     """Wait for ranks that still run a stopped task, at most `stop.LATE_TIMEOUT` seconds.
 
-    The stopped task is `stopped_run(engine, ranks)`.  Returns its `TaskRun.damage` if the damage
+    The stopped task is `stopped_run(engine, ranks)`.  Returns its `Ending.damage` if the damage
     has changed during the wait, and else "".  Another Stop interrupts the ranks again, and raises
     KeyboardInterrupt.  Afterwards `TaskRun.pop_outputs` returns the newest outputs of the wait.
 
@@ -129,7 +131,7 @@ def wait_for_stop(
     """
     if (running := stopped_run(engine, ranks)) is None:
         return ""
-    reported_damage = running.damage
+    reported_damage = running.ending.damage
     before = running.stop.presses
     running.stop.handle(StopEvent.LATE_WAIT, time.monotonic())
     if show_wait is not None and running.unfinished:
@@ -142,7 +144,8 @@ def wait_for_stop(
     if running.stop.presses > before:
         recovery.interrupt(engine, running)
         raise KeyboardInterrupt
-    return "" if running.damage == reported_damage else running.damage
+    damage = running.ending.damage
+    return "" if damage == reported_damage else damage
 
 
 def check_ready(engine: Engine, ranks: Collection[int] | None = None) -> None:
@@ -161,13 +164,13 @@ def check_ready(engine: Engine, ranks: Collection[int] | None = None) -> None:
     if engine.connection.lost is not None:
         raise engine.connection.lost
     if busy is not None:
-        if busy.stop.is_stopping and not busy.is_job:
-            raise busy.not_stopped
+        if busy.stop.is_stopping and not busy.stop.is_of_job:
+            raise not_stopped(busy)
         raise errors.WorldBusy(busy.unfinished, busy.age)
     # After deaths, each task until the repair raises the same error with the present remedy.
-    if running is not None and running.deaths:
-        running.recovery_text = healing_text(engine, running.deaths)
-        if error := running.error():
+    if running is not None and (deaths := running.transcript.deaths):
+        running.ending = replace(running.ending, recovery_text=healing_text(engine, deaths))
+        if error := error_of(running):
             raise error
     dead = {rank: died for rank, died in table.dead.items() if not died.by_restart}
     raise death_error(engine, dead) if dead else broken_error(engine)

@@ -1,6 +1,7 @@
 """Writes texts about ranks that wait: where they are, and why they wait in vain.
 
-`TaskRun` and `nbdist.world.recovery` use this module in the notebook's process.  No I/O is done.
+Runs in the notebook's process and does no I/O.  `nbdist.world.wait_texts` and
+`nbdist.world.releases` call this module, and `nbdist.world.recovery` after a task has failed.
 `nbdist.agent.supervisor` decides whether ranks can ever go on.
 """
 
@@ -116,13 +117,14 @@ def why_aborted(
     return f"{waits_text(aborted)}; {name_ranks(outside)} {verb} not run this cell"
 
 
-def why_died(rank: int, died: Died, survivors: Mapping[int, RankPosition]) -> str:
+def why_died(deaths: Mapping[int, Died], survivors: Mapping[int, RankPosition]) -> str:
     """Return why gloo ended a rank that received more than its tensor holds; "" for other deaths.
 
     `survivors` says where the other ranks are.  If possible, the text names the collective and the
     sizes of the tensors.
     """
-    if not died.received_too_much:
+    rank = min((rank for rank, died in deaths.items() if died.received_too_much), default=None)
+    if rank is None:
         return ""
     text = f"Rank {rank} received more than its tensor holds: sizes or dtypes differ between ranks"
     last = {other: place.begun[-1] for other, place in survivors.items() if place.begun}

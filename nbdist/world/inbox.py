@@ -158,7 +158,7 @@ def _handle_output(engine: Engine, rank: int, task_id: str, output: Any) -> None
         elif not isinstance(output, TransferProgress):
             engine.outputs.add_late(rank, output)
     elif isinstance(output, TransferProgress):
-        running.moved[rank] = output
+        running.reports.moved[rank] = output
     else:
         # If an abort, a death or gloo itself has closed connections, the group is broken.
         if isinstance(output, Failure) and output.connections and running.rules.has_group:

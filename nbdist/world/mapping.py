@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from html import escape
 from typing import Any, Literal, get_args
 
@@ -173,7 +174,7 @@ class ItemMap:
         They must not wait, because the caller may never ask for the next index.
         """
         queue = self._queue
-        queue.lose(running.deaths)
+        queue.lose(running.transcript.deaths)
         queue.is_paused = True
         for index in queue.pop_new():
             if index in queue.failures:
@@ -200,12 +201,13 @@ class ItemMap:
         are_deaths = bool(errors) and all(isinstance(each, Died) for each in errors)
         can_go_on = index is None and has_progress and engine.state.has_workers
         if are_deaths and can_go_on and not running.stop.was_pressed:
-            engine.rank_table.mark_reported(running.recovered_ranks)
-            log.warning("%s Its items were given to other ranks.", running.recovery_text)
+            engine.rank_table.mark_reported(running.ending.recovered_ranks)
+            log.warning("%s Its items were given to other ranks.", running.ending.recovery_text)
             return
         if index is not None:
             items = count(len(queue.results), "item")
-            running.item_text = f"It had {queue.name_of(index)}; `results` of the error has {items}"
+            item_text = f"It had {queue.name_of(index)}; `results` of the error has {items}"
+            running.ending = replace(running.ending, item_text=item_text)
         remote_call.check(engine, running)
 
     def _error_of(
@@ -215,8 +217,8 @@ class ItemMap:
         failure, members = outcome.failure, running.members
         assert failure is not None
         blame = self._blame(running, rank, failure)
-        seconds, cause = running.seconds_until(failure.time_ns), (failure.name, failure.message)
-        error = WorkerError(blame, 1, seconds, cause, members.machines.who([rank]))
+        seconds, who = running.clock.seconds_until(failure.time_ns), members.machines.who([rank])
+        error = WorkerError(blame, 1, seconds, (failure.name, failure.message), who)
         error.add(f"It had {self._queue.name_of(index)}")
         contents = Contents.read(outcome.values, members.namespace)
         error = as_raised(error, failure.kinds, contents)
@@ -225,8 +227,8 @@ class ItemMap:
 
     def _death_of(self, running: TaskRun, index: int, rank: int) -> WorkerDied:
         """Return the error about an item that two ranks had when they died."""
-        died = running.deaths[rank]
-        seconds = running.seconds_until(died.time_ns)
+        died = running.transcript.deaths[rank]
+        seconds = running.clock.seconds_until(died.time_ns)
         blame = self._blame(running, rank, died)
         error = WorkerDied(blame, seconds, died.exit_code, died.end)
         error.add(f"It had {self._queue.name_of(index)}, as another rank that died before")

@@ -21,6 +21,7 @@ from nbdist.world.engine import Engine
 from nbdist.world.name_table import list_names
 from nbdist.world.replicas import differing_text, occurring_names, occurring_or_all
 from nbdist.world.states import size_text
+from nbdist.world.task_error import error_of
 from nbdist.world.task_run import TaskRun
 
 NOT_RETRIED_ERRORS = {events.NAME_PROBLEM, events.LEFT_DEBUGGER, "KeyboardInterrupt", "SyntaxError"}
@@ -36,7 +37,7 @@ def outside_text(running: TaskRun) -> str:
 
     Returns "" if they have not.
     """
-    outside = {rank: done.outside for rank, done in running.done().items() if done.outside}
+    outside = {rank: done.outside for rank, done in running.transcript.done.items() if done.outside}
     others = set[int]().union(*outside.values())
     if not others:
         return ""
@@ -80,11 +81,12 @@ def replicas_text(engine: Engine, running: TaskRun) -> str:
     modules = occurring_or_all(source, [*sharded, *modules])
     optimizers = occurring_or_all(source, names.names_of_kind(OPTIMIZER))
     trained = [*map(names.ranks_with, occurring_names(source, [*modules, *optimizers]))]
-    were_cut = running.stop.is_stopping or bool(running.aborted or running.deaths)
+    transcript, aborted = running.transcript, running.releases.aborted
+    were_cut = running.stop.is_stopping or bool(aborted or transcript.deaths)
     # A rank without steps, and without models and optimizers of the cell, holds no replica.
     done = {
         rank: each
-        for rank, each in running.done().items()
+        for rank, each in transcript.done.items()
         if each.steps or not trained or any(rank in ranks for ranks in trained)
     }
     return differing_text(done, modules, optimizers, sharded={*sharded}, were_cut=were_cut)
@@ -124,7 +126,7 @@ def restart_text(engine: Engine, running: TaskRun) -> str:
     cause = running.transcript.root_cause()
     if done >= max_restarts or cause is None or running.stop.was_pressed or not engine.is_whole:
         return ""
-    error = running.error()
+    error = error_of(running)
     if not isinstance(error, errors.WorkerError) or isinstance(error, errors.RanksReleased):
         return ""
     rank, first = cause

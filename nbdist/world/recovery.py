@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TypeAlias
 
 from nbdist.errors import AgentLost, NbdistError, StartError
@@ -26,9 +27,8 @@ from nbdist.wire.messages import (
 from nbdist.wire.places import LOCATED_TIMEOUT, RankPosition
 from nbdist.wire.work import OpCall, Task
 from nbdist.words import name_ranks, one_line
-from nbdist.world import inbox, lifecycle
+from nbdist.world import hangs, inbox, lifecycle
 from nbdist.world.engine import Engine
-from nbdist.world.hangs import differing
 from nbdist.world.outcome_texts import (
     healing_text,
     lacking_text,
@@ -39,6 +39,7 @@ from nbdist.world.outcome_texts import (
 from nbdist.world.replicas import incomplete_text
 from nbdist.world.states import Event, WorldState
 from nbdist.world.stop import SPARE_TIMEOUT, StopAction, StopEvent
+from nbdist.world.task_error import error_of
 from nbdist.world.task_run import RankOutputs, TaskRun
 
 CELL_TICK = 0.25  # seconds between two yields without output; short, as a panel shows a clock
@@ -115,7 +116,7 @@ def _receive_beside_others(engine: Engine, running: TaskRun, timeout: float) -> 
     Unless the task `running` is itself a job, also show the new output of jobs.
     """
     inbox.receive(engine, timeout)
-    if not running.is_job:  # jobs are followed in short steps
+    if not running.stop.is_of_job:  # jobs are followed in short steps
         engine.hooks.step_others()
 
 
@@ -176,45 +177,57 @@ def _spare_ranks(engine: Engine, running: TaskRun) -> None:
     inbox.receive_waiting(engine)
 
 
-def _locate(engine: Engine, running: TaskRun) -> dict[int, RankPosition]:
-    running.places, running.requested_at = {}, time.monotonic()
-    engine.connection.link.send(RequestLocations(engine.rank_table.everyone, running.requested_at))
-    deadline = running.requested_at + LOCATED_TIMEOUT
-    while not (running.places or running.lost) and (remaining := deadline - time.monotonic()) > 0:
+def _locate(engine: Engine, running: TaskRun) -> Mapping[int, RankPosition]:
+    reports, now = running.reports, time.monotonic()
+    reports.record_request(now)
+    engine.connection.link.send(RequestLocations(engine.rank_table.everyone, now))
+    while not (reports.places or running.ending.lost):
+        if (remaining := now + LOCATED_TIMEOUT - time.monotonic()) <= 0:
+            break
         inbox.receive(engine, remaining)
-    return running.places
+    return reports.places
 
 
 def _complete(engine: Engine, running: TaskRun) -> None:
     """Do the work after all ranks have finished a task: heal the group, and explain the result.
 
-    Sets the attributes of `running` that have sentences for the user.  Adds the task to the
-    `TaskHistory`, unless the task is run again.
+    Writes the facts and sentences of `running.ending`.  Adds the task to the `TaskHistory`, unless
+    the task is run again.
     """
     # Write the first sentences now, because a Stop can break off the steps below.
-    running.replicas_text = replicas_text(engine, running)
-    running.incomplete_text = incomplete_text(running.done())
+    running.ending = replace(
+        running.ending,
+        replicas_text=replicas_text(engine, running),
+        incomplete_text=incomplete_text(running.transcript.done),
+    )
     if text := outside_text(running):
         running.transcript.warn(text)
     _abort_leftovers(engine, running)
-    if running.members.heals and running.explain_death({}):
+    if running.members.heals and hangs.why_died(running.transcript.deaths, {}):
         # Locate the survivors before healing, which makes them forget their last collectives.
-        places = {**running.unwoken, **_locate(engine, running)}
-        running.why_died = running.explain_death(places)
+        places = {**running.reports.unwoken, **_locate(engine, running)}
+        why_died = hangs.why_died(running.transcript.deaths, places)
+        running.ending = replace(running.ending, why_died=why_died)
     # In a stalled network the ranks could not form a group now, so the next cell heals the group.
     # `heal` does nothing if other ranks run another task; then, too, a later cell heals the group.
     # Healing may restart further ranks: `again` has them, and they count as lost.
     again = () if running.stop.was_stalled else heal(engine)
-    if lost := sorted({*running.deaths, *again}):
-        running.recovery_text = healing_text(engine, lost)
+    if lost := sorted({*running.transcript.deaths, *again}):
         is_healed = engine.rank_table.last_policy == "heal"
-        running.recovered_ranks = tuple(lost) if is_healed else engine.rank_table.everyone
+        running.ending = replace(
+            running.ending,
+            recovery_text=healing_text(engine, lost),
+            recovered_ranks=tuple(lost) if is_healed else engine.rank_table.everyone,
+        )
     if engine.task_table.last is None:  # the policy has restarted all workers
         engine.task_table.last = running
-    running.restart_text = restart_text(engine, running)
-    running.lacking_text = lacking_text(engine, running)
+    running.ending = replace(
+        running.ending,
+        restart_text=restart_text(engine, running),
+        lacking_text=lacking_text(engine, running),
+    )
     is_again = engine.setup.is_replaying and engine.past.has_cell(running.task)
-    if not (running.restart_text or is_again):
+    if not (running.ending.restart_text or is_again):
         engine.past.add(running)
     running.is_over = True
 
@@ -239,7 +252,7 @@ def _abort_leftovers(engine: Engine, running: TaskRun) -> None:
             rank: place for rank, place in places.items() if rank in free and not place.holds_gil
         }
         last_places.update(answers)
-        running.differing = differing(last_places)
+        running.releases.differing = hangs.differing(last_places)
         # A rank whose collectives have ended begins no further ones, so it need not answer again.
         ended = {rank for rank, place in last_places.items() if not place.unfinished}
         if not free <= {*answers, *ended} and time.monotonic() < until:
@@ -306,7 +319,9 @@ def regroup(engine: Engine, request: Heal | Scale | Grow) -> tuple[tuple[int, ..
     table, running = engine.rank_table, engine.task_table.last
     replaced, why = tuple[int, ...](), ""
     table.last_policy = "heal"
-    deaths = (died for run in engine.task_table.failed_runs for died in run.deaths.values())
+    deaths = (
+        died for run in engine.task_table.failed_runs for died in run.transcript.deaths.values()
+    )
     table.told_deaths |= {died.pid for died in deaths if died.pid}
     event, timeout = Event.SCALE, SCALE_TIMEOUT
     if isinstance(request, Heal):
@@ -368,7 +383,7 @@ def record_changes(engine: Engine, ranks: Collection[int]) -> None:
             pass
         if running.stop.was_pressed:
             raise KeyboardInterrupt
-        if running.error() is None:
+        if error_of(running) is None:
             for rank, inspected in running.result().by_rank.items():
                 objects.record_changed(inspected.changed)
                 for name, replaced in inspected.names.items():
@@ -418,7 +433,7 @@ def replay(engine: Engine, ranks: Collection[int]) -> NbdistError | None:
                     pass
                 if running.stop.was_pressed:
                     raise KeyboardInterrupt
-                if error := running.error():
+                if error := error_of(running):
                     setup.problem = f" A `--setup` cell failed there: {one_line(str(error))}"
                     return error
     finally:

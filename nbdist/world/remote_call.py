@@ -339,7 +339,7 @@ def _attempts(engine: Engine, task: Task, max_restarts: int) -> Iterator[TaskRun
     for attempt in dispatch.attempts(task, max_restarts):
         running = dispatch.submit(engine, attempt)
         yield running
-        if not running.restart_text:
+        if not running.ending.restart_text:
             return
 
 
@@ -386,7 +386,7 @@ def following(engine: Engine, running: TaskRun) -> Iterator[None]:
             _write(lines.due(now), bars)
             if engine.config.show and bars.is_due(now):
                 bars.show(merged_line(running.transcript), now)
-            if (rank_to_ask := running.next_to_ask) is not None:
+            if (rank_to_ask := running.prompts.next(now, running.unfinished)) is not None:
                 _write(lines.flush(), bars)
                 bars.clear()
                 ask(engine, running, rank_to_ask)

@@ -1,7 +1,7 @@
 """Turns the reports of ranks into results, exceptions, status tables and log records.
 
-Runs in the notebook's process.  `TaskRun` makes the results and exceptions, `nbdist.world.inbox`
-passes on the log records, and the notebook's magics show the tables.
+Runs in the notebook's process.  `TaskRun` makes the results, `nbdist.world.task_error` makes the
+exceptions, `nbdist.world.inbox` passes on the log records, and the notebook's magics show tables.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class TaskTable:
         """
         for run in self.known_runs:
             # The caller of a job follows the job to its end, also after Stop.
-            is_left = run.stop.is_stopping and not run.is_over and not run.is_job
+            is_left = run.stop.is_stopping and not run.is_over and not run.stop.is_of_job
             if is_left and not (run.unfinished and {*run.unfinished}.isdisjoint(ranks)):
                 return run
         return None

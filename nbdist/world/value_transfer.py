@@ -40,6 +40,7 @@ from nbdist.world.outcome_texts import death_error
 from nbdist.world.sent_objects import Parcel
 from nbdist.world.snapshot_store import Snapshot, SnapshotStore
 from nbdist.world.split_join import Joining, join, length_of, split, unit_of
+from nbdist.world.task_error import error_of
 from nbdist.world.task_run import TaskRun
 
 
@@ -178,7 +179,7 @@ def bind_steps(
     taken, bound = dispatch.submit(engine, take), None
     try:
         yield taken
-        if not (taken.stop.was_pressed or taken.error()):
+        if not (taken.stop.was_pressed or error_of(taken)):
             bound = commit(engine, taken, work, shipped)
     finally:
         if bound is None and engine.state.has_workers:

@@ -563,7 +563,8 @@ class World:
     def follow(self, running: TaskRun, *, answers: bool = False) -> Following:
         """Yield output of a task until the task has ended, as `nbdist.world.recovery.follow` does.
 
-        Errors of the task are not raised: the caller then has to check `running.error()`.
+        Errors of the task are not raised: the caller then has to check
+        `nbdist.world.task_error.error_of(running)`.
         """
         return recovery.follow(self.engine, running, answers=answers)
 

@@ -21,7 +21,9 @@ from nbdist.wire.places import RankPosition, Stack
 from nbdist.wire.status import Gpu, WorkerStatus
 from nbdist.world import dispatch, inbox
 from nbdist.world.result import usage_text
+from nbdist.world.task_error import error_of
 from nbdist.world.task_run import TaskRun
+from nbdist.world.wait_texts import waiting_text
 from nbdist.world.world import World
 from tests.waiting import SOON
 
@@ -176,11 +178,11 @@ def test_a_rank_that_a_signal_has_stopped_is_reported(world: World) -> None:
         assert {stack.state for stack in found.values()} == {"idle"}
         said = "ranks 0,2-3 wait in barrier, line 1 · rank 1 is stopped by a signal"
         running = world.submit(world.task("dist.barrier()"))
-        until(world, lambda: not next(world.follow(running)) and running.waits == said)
+        until(world, lambda: not next(world.follow(running)) and waiting_text(running) == said)
     finally:
         os.kill(world.pids[1], signal.SIGCONT)
     dispatch.wait(world.engine, running)
-    assert running.error() is None
+    assert error_of(running) is None
 
 
 # --- stacks -----------------------------------------------------------------------------
@@ -271,7 +273,7 @@ def test_a_stack_that_cannot_be_read_is_reported(world: World, gate: Gate) -> No
         shown = attrgetter("frames", "place.holds_gil", "problem")
         until(world, lambda: [*map(shown, world.stacks())] == [said] * world.size)
         gate.open(world.size)
-    assert running.error() is None
+    assert error_of(running) is None
     world.restart()
     files = Path(os.environ["XDG_RUNTIME_DIR"]).glob("nbdist-*/*.stack")
     assert len(list(files)) == world.size  # restarts leave no file behind
@@ -402,11 +404,11 @@ def test_memory_of_ranks_arrives_while_a_cell_runs(world: World, tmp_path: Path)
     )
     deadline, more = time.monotonic() + SOON, 0
     for _ in world.follow(running):
-        if len(running.usage) == world.size:
-            more = running.usage[1].memory - running.usage[0].memory
+        if len(running.reports.usage) == world.size:
+            more = running.reports.usage[1].memory - running.reports.usage[0].memory
         if more > 150 << 20 or time.monotonic() > deadline:  # `big` may still be filling
             gate.touch()
-    assert not running.error()
+    assert not error_of(running)
     assert 150 << 20 < more < 250 << 20
-    assert usage_text(running.usage.values()).startswith("cpu ")
+    assert usage_text(running.reports.usage.values()).startswith("cpu ")
     world.execute("del big")

@@ -12,6 +12,7 @@ from nbdist.output.events import Died
 from nbdist.output.screen import Screen
 from nbdist.world import dispatch
 from nbdist.world.states import WorldState
+from nbdist.world.task_error import error_of
 from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
 from tests.cells import run
@@ -56,7 +57,7 @@ def test_a_cell_ends_if_its_output_goes_elsewhere(world: World, away: str, tmp_p
     fd, text = AWAY[away]
     change = text.format(fd=fd, log=tmp_path / "fd.log")
     running = ran(world, f"import os\nif rank == 1:\n    {change}\nprint('first'); display(rank)")
-    assert running.error() is None
+    assert error_of(running) is None
     assert [shown.plain for shown in running.transcript[1].displays] == ["1"]
     failed = ran(world, "print('second'); display(rank); 1 / (1 - rank)")
     assert list(failed.transcript.errors) == [1]
@@ -95,7 +96,7 @@ def test_garbage_on_stdout_harms_no_cell(world: World) -> None:
             "import os\nif rank == 1:\n    token = get_ipython().kernel.session.token.encode()\n"
             f"    for fd in (1, 1, 2): os.write(fd, {each})\ndisplay(rank)",
         )
-        assert running.error() is None, each
+        assert error_of(running) is None, each
         assert [shown.plain for shown in running.transcript[1].displays] == ["1"], each
     assert world.gather("kept") == ["kept", "kept"]
 
@@ -132,9 +133,9 @@ def test_garbage_on_descriptors_costs_one_rank_at_most(world: World, garbage: st
     assert isinstance(running.transcript.errors.get(1), Died | None)
     for _ in range(2):
         again = ran(world, "kept = globals().get('kept', 'lost')\ndist.barrier()")
-        if again.error() is None:
+        if error_of(again) is None:
             break
-    assert again.error() is None
+    assert error_of(again) is None
     assert world.gather("kept")[0] == "kept"
     assert world.state is WorldState.READY
 
@@ -220,7 +221,7 @@ def test_malformed_messages_harm_no_cell(started: World) -> None:
     for published in PUBLISHED:
         body = "\n".join(f"    {line}" for line in (PREPARE + published).splitlines())
         running = ran(started, f"if rank == 1:\n{body}\ndisplay('shown')")
-        assert running.error() is None, published
+        assert error_of(running) is None, published
         assert "'shown'" in [shown.plain for shown in running.transcript[1].displays], published
     assert started.gather("kept") == [0, 1]
     assert started.pids == pids
@@ -255,6 +256,6 @@ def test_malformed_control_answers_harm_no_cell(started: World) -> None:
         rows, stacks = started.status(), started.stacks()
         assert [row.rank for row in rows] == [stack.rank for stack in stacks] == [0, 1], answer
         dispatch.wait(started.engine, running)
-        assert running.error() is None, answer
+        assert error_of(running) is None, answer
     started.execute("if rank == 1: del thread._send")
     assert started.state is WorldState.READY

@@ -17,6 +17,7 @@ from nbdist.agent.outbox import SHOWN_KEPT
 from nbdist.errors import WorkerError
 from nbdist.output.rank_transcript import SHOWN_AT_MOST
 from nbdist.world import dispatch
+from nbdist.world.task_error import error_of
 from tests.cells import press_stop, run_for
 from tests.notebook.front_end import Notebook
 from tests.traces import command_line
@@ -269,7 +270,7 @@ def test_displays_that_nobody_takes_are_limited(world: World, tmp_path: Path) ->
     wait_until(file.exists, "the rank has shown all of it")
     assert megabytes_of_agent(guard) - before < 2.5 * SHOWN_KEPT / 2**20 < PAGES * PAGE / 2**20
     dispatch.wait(world.engine, running)
-    assert running.error() is None
+    assert error_of(running) is None
     said = [shown.plain for shown in running.transcript[1].displays]
     pages = said.count(said[-1])
     assert f"… {PAGES - pages} displays left out; the newest are kept" in said

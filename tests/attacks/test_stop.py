@@ -6,6 +6,7 @@ import pytest
 
 from nbdist.errors import WorkerDied
 from nbdist.world import dispatch
+from nbdist.world.task_error import error_of
 from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
 from tests.cells import press_stop
@@ -27,7 +28,7 @@ def begin(world: World, source: str) -> TaskRun:
     for _ in world.follow(running):
         if all(track.line_count > 1 for track in running.transcript):
             return running
-    raise AssertionError(running.error())
+    raise AssertionError(error_of(running))
 
 
 def kept(world: World) -> list[int | None]:
@@ -61,7 +62,7 @@ def test_stop_waits_for_code_that_cleans_up(world: World) -> None:
         "    while time.monotonic() < end: time.sleep(0.1)\n    saved = True",
     )
     press_stop(world, running)
-    assert "cleaning up after Stop, line 7" in str(running.error())
+    assert "cleaning up after Stop, line 7" in str(error_of(running))
     assert world.gather("(kept, saved)") == [(rank, True) for rank in range(world.size)]
 
 
@@ -77,8 +78,8 @@ def test_a_second_stop_kills_ranks_that_ignore_both(world: World) -> None:
     assert running.unfinished == (0, 1, 2)
     press_stop(world, running)
     leave(world, running)
-    assert isinstance(running.error(), WorkerDied)
-    assert "ignored Stop" in str(running.error())
+    assert isinstance(error_of(running), WorkerDied)
+    assert "ignored Stop" in str(error_of(running))
     assert kept(world) == [None, 1, 2]
 
 
@@ -101,7 +102,7 @@ def test_stop_ends_waits_in_stores_of_user_code(world: World, name: str) -> None
     )
     press_stop(world, running)
     assert not running.unfinished
-    assert running.deaths == {}
+    assert running.transcript.deaths == {}
     failure = running.transcript[1].failure
     assert failure is not None
     assert failure.name == "KeyboardInterrupt"
@@ -119,7 +120,7 @@ def test_stop_keeps_stores_in_which_no_rank_waits(world: World) -> None:
         running = begin(world, f"print('runs\\n')\n{waits}")
         press_stop(world, running)
         leave(world, running)
-        assert running.deaths == {}
+        assert running.transcript.deaths == {}
     assert world.gather("store.get('key')") == [b"value"] * 3
 
 
@@ -130,8 +131,8 @@ def test_stop_kills_only_a_rank_that_holds_the_gil(world: World) -> None:
     if running.unfinished:  # on busy cores the rank needs a second Stop
         press_stop(world, running)
     leave(world, running)
-    assert isinstance(running.error(), WorkerDied)
-    assert running.killed_by_stop == (1,)
+    assert isinstance(error_of(running), WorkerDied)
+    assert running.transcript.killed_by_stop == (1,)
     assert kept(world) == [0, None, 2]
 
 
@@ -166,7 +167,7 @@ def test_stop_waits_for_ranks_that_leave_late(world: World, name: str) -> None:
     running = begin(world, WAITED_FOR[name])
     press_stop(world, running)
     leave(world, running)
-    assert running.deaths == {}
+    assert running.transcript.deaths == {}
     assert kept(world) == [0, 1, 2]
 
 

@@ -42,6 +42,7 @@ from nbdist.wire.store import STORE_SOCKET
 from nbdist.world import dispatch, inbox
 from nbdist.world.code_sync import archive_of
 from nbdist.world.stop import SPARE_TIMEOUT
+from nbdist.world.task_error import error_of
 from nbdist.world.world import World
 from tests.cells import follow, give_up_on_c_code, run_for, stop
 from tests.cluster.test_node import SPEC, wanted
@@ -120,7 +121,7 @@ def test_stop_ends_training_at_a_common_step(world: World) -> None:
     running = run_for(world, f"{PLAIN}    if rank == 2: time.sleep(600)\n", 0.5)
     world.interrupt()
     stop(world, running)  # the second Stop waits for no common step
-    assert running.deaths == {}
+    assert running.transcript.deaths == {}
     assert world.gather("int(rank)") == [0, 1, 2, 3]
 
 
@@ -517,8 +518,8 @@ def test_a_blocked_notebook_is_not_needed_to_supervise(world: World, *, fails: b
     ctypes.PyDLL(None).sleep(seconds)
     for _ in world.follow(running):
         pass
-    assert running.timed_out is None
-    assert isinstance(running.error(), WorkerError) is fails
+    assert running.ending.timed_out is None
+    assert isinstance(error_of(running), WorkerError) is fails
     assert fails is (running.transcript.errors.keys() == {3})
     if fails:
         assert max(world.gather("waited", ranks=[0, 1, 2])) < seconds / 2

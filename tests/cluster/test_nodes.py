@@ -30,7 +30,9 @@ from nbdist.wire.queries import DescribeRanks
 from nbdist.wire.spec import versions_here
 from nbdist.world import dispatch, recovery
 from nbdist.world.agents import ask_all, worlds
+from nbdist.world.task_error import error_of
 from nbdist.world.task_run import TaskRun
+from nbdist.world.wait_texts import waiting_text
 from nbdist.world.world import World
 from tests.cluster.test_node import node as node_that
 from tests.cluster.test_node import wanted
@@ -339,7 +341,7 @@ def test_a_lost_connection_is_made_again(world: World, tmp_path: Path) -> None:
         cut(second, head.pid)
     gate.touch()
     dispatch.wait(world.engine, running)
-    assert running.error() is None
+    assert error_of(running) is None
     lines = second_rank.written().split()
     assert lines == [str(number) for number in range(len(lines))]
     with paused(head.pid):
@@ -356,13 +358,13 @@ def test_a_paused_agent_is_named_or_lost(world: World, tmp_path: Path) -> None:
     second = agents(head)["1"]
     silent = f"node1 does not respond and counts as lost after {LINK_TIMEOUT} s"
     running = dispatch.submit(world.engine, world.engine.task(COUNT.format(gate=str(gate))))
-    follow(world, running, lambda: running.unfinished and not running.waits)
+    follow(world, running, lambda: running.unfinished and not waiting_text(running))
     with paused(second.pid):
-        follow(world, running, lambda: silent in running.waits)
-    follow(world, running, lambda: silent not in running.waits)
+        follow(world, running, lambda: silent in waiting_text(running))
+    follow(world, running, lambda: silent not in waiting_text(running))
     gate.touch()
     dispatch.wait(world.engine, running)
-    assert running.error() is None
+    assert error_of(running) is None
     with paused(second.pid), pytest.raises(WorkerDied, match=r"rank 1 on node1 .*was lost"):
         world.execute("while True: dist.all_reduce(torch.ones(1))")
     assert world.gather("kept") == [10]
@@ -398,4 +400,4 @@ def follow(world: World, running: TaskRun, is_so: Callable[[], object]) -> None:
     for _ in recovery.follow(world.engine, running):
         if is_so():
             return
-    pytest.fail(f"the cell has ended: {running.error()}")
+    pytest.fail(f"the cell has ended: {error_of(running)}")

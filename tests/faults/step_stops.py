@@ -201,7 +201,7 @@ def presses_in(world: World, name: str, number: int) -> Iterator[Press]:
         found = world.gather("replicas()")
         ended = running.transcript[0].done
         steps = 0 if ended is None else ended.steps
-        yield Press(steps, _differ(found), bool(running.replicas_text), seconds)
+        yield Press(steps, _differ(found), bool(running.ending.replicas_text), seconds)
 
 
 def _differ(found: list[object]) -> bool:

@@ -215,7 +215,7 @@ def test_a_survivor_that_gloo_does_not_wake_is_restarted(world: World, tmp_path:
 
     def places() -> Mapping[int, RankPosition]:
         running = world.engine.task_table.last
-        return defaultdict(RankPosition, running.places if running else {})
+        return defaultdict(RankPosition, running.reports.places if running else {})
 
     def all_wait() -> bool:
         return all(places()[rank].operation for rank in (1, 2, 3)) and rests()

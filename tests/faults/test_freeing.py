@@ -181,7 +181,7 @@ def test_every_incomplete_variable_is_named(world: World) -> None:
         if places == ["all_reduce"] * 3:
             break
     stop(world, running)
-    assert running.damage.startswith("`x` on ranks 0-2 may hold")
+    assert running.ending.damage.startswith("`x` on ranks 0-2 may hold")
 
 
 def test_waits_end_if_the_awaited_rank_cannot_come(world: World) -> None:
@@ -246,7 +246,7 @@ def test_stop_releases_ranks_that_answer_late(world: World) -> None:
     world.execute(ANSWERS_LATE)
     running = run_for(world, "if rank == 0: time.sleep(600)\ndist.barrier()", 0.7)
     press_stop(world, running)
-    assert (running.unfinished, running.deaths) == ((), {})
+    assert (running.unfinished, running.transcript.deaths) == ((), {})
     world.execute("Probe.locate = quick")
     goes_on(world, before)
 

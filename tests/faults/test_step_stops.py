@@ -80,7 +80,7 @@ def test_stop_ends_all_ranks_at_the_same_step(world: World) -> None:
         assert len({*steps(running)}) == 1
         assert steps(running)[0] > 0
         assert are_equal(world)
-        assert running.replicas_text == ""
+        assert running.ending.replicas_text == ""
         assert {each.name for each in running.transcript.errors.values()} == {"KeyboardInterrupt"}
 
 
@@ -113,7 +113,7 @@ def test_stop_keeps_replicas_equal_in_other_trainings(world: World, name: str) -
         stop(world, running)
         assert are_equal(world)
         assert len({*steps(running)}) == 1
-        assert running.replicas_text == ""
+        assert running.ending.replicas_text == ""
 
 
 def test_a_line_says_how_to_mend_replicas(world: World) -> None:
@@ -121,9 +121,9 @@ def test_a_line_says_how_to_mend_replicas(world: World) -> None:
     cell = AT_STEP_5.format(when="rank == 2", do="time.sleep(600)")
     running = train(world, cell, 5, 5, 4, 5)
     assert waits_for_steps([seconds_to_stop(world, running)])
-    assert running.deaths == {}
+    assert running.transcript.deaths == {}
     assert steps(running) == [5, 5, 4, 5]
-    assert running.replicas_text == (
+    assert running.ending.replicas_text == (
         "Replicas may differ: ranks 0-1,3 ended after optimizer step 5, rank 2 after step 4. "
         "`%dist_diff model` shows the differences, `%dist_sync model optimizer --from 0 -r all` "
         "copies from rank 0."
@@ -142,7 +142,7 @@ def test_a_copy_is_not_advised_for_shards(world: World) -> None:
     cell = AT_STEP_5.format(when="rank == 2", do="time.sleep(600)")
     running = train(world, cell, 5, 5, 4, 5)
     stop(world, running)
-    assert running.replicas_text == (
+    assert running.ending.replicas_text == (
         "Replicas may differ: ranks 0-1,3 ended after optimizer step 5, rank 2 after step 4. "
         "Shards of `model` cannot be copied from one rank: restore a snapshot or a checkpoint, or "
         "run again the cells that make them."
@@ -160,7 +160,7 @@ def test_a_second_stop_interrupts_at_once(world: World) -> None:
         inbox.receive(world.engine, 0.2)
         seconds.append(seconds_to_stop(world, running))
         dispatch.wait_for_stop(world.engine)
-        assert "rank 2 after step 4" in running.replicas_text
+        assert "rank 2 after step 4" in running.ending.replicas_text
     assert not waits_for_steps(seconds)
 
 
@@ -171,7 +171,9 @@ def test_a_line_names_ranks_ahead_of_slow_ones(world: World) -> None:
     )
     running = train(world, cell, 3, 2, 3, 3)  # the next step of rank 1 begins 3 s later
     stop(world, running)
-    assert "Replicas may differ: rank 0,2-3" in running.replicas_text.replace("ranks", "rank")
+    assert "Replicas may differ: rank 0,2-3" in running.ending.replicas_text.replace(
+        "ranks", "rank"
+    )
 
 
 @pytest.mark.parametrize("when", ["while it cleans up", "afterwards"])
@@ -180,7 +182,7 @@ def test_a_late_rank_is_reported_with_the_next_task(world: World, when: str) -> 
     do = "try:\n            time.sleep(600)\n        finally:\n            time.sleep(6)"
     running = train(world, AT_STEP_5.format(when="rank == 2", do=do), 5, 5, 4, 5)
     press_stop(world, running)
-    assert (running.unfinished, running.replicas_text) == ((2,), "")
+    assert (running.unfinished, running.ending.replicas_text) == ((2,), "")
     if when == "afterwards":
         wait_until(
             lambda: inbox.receive(world.engine, 0.1) or not running.unfinished, "it has left"
@@ -196,7 +198,7 @@ def test_stop_is_fast_once_steps_are_over(world: World) -> None:
     for _ in range(3):
         running = run_for(world, "for _ in range(9): optimizer.step()\ntime.sleep(600)", 2.5)
         seconds.append(seconds_to_stop(world, running))
-        assert running.replicas_text == ""
+        assert running.ending.replicas_text == ""
     assert not waits_for_steps(seconds)
 
 
@@ -207,7 +209,7 @@ def test_a_rank_without_the_model_is_not_named(world: World) -> None:
         running = train(world, cell, 1, 1, 1, 1)
         stop(world, running)
         assert steps(running) == [1, 1, 0, 1]
-        assert ("rank 2 after step 0" in running.replicas_text) == has_model
+        assert ("rank 2 after step 0" in running.ending.replicas_text) == has_model
         world.execute("if rank == 2: globals().pop('optimizer', None)")
 
 
@@ -235,7 +237,7 @@ def test_a_step_is_not_cut(world: World) -> None:
     running = train(world, "if rank: slow.step()\ntime.sleep(600)", 0, 1, 1, 1)
     stop(world, running)
     assert world.gather("ended") == [None, True, True, True]
-    assert "rank 0 ended after optimizer step 0" in running.replicas_text
+    assert "rank 0 ended after optimizer step 0" in running.ending.replicas_text
 
 
 FINISHES = """
@@ -262,7 +264,7 @@ def test_ranks_catch_up_with_a_rank_that_has_finished(world: World) -> None:
     stop(world, running)
     assert steps(running) == [5, 5, 5, 5]
     assert running.transcript.errors == {}
-    assert running.replicas_text == ""
+    assert running.ending.replicas_text == ""
     assert are_equal(world)
 
 
@@ -300,7 +302,10 @@ def test_sigint_as_a_task_ends_hides_no_steps(world: World, late: int) -> None:
     cell = AT_STEP_5.format(when="rank", do="time.sleep(600)")
     running = train(world, LATE_SIGINT.format(late=late) + cell, 5, 4, 4, 4)
     stop(world, running)
-    assert "rank 0 ended after optimizer step 5, ranks 1-3 after step 4" in running.replicas_text
+    assert (
+        "rank 0 ended after optimizer step 5, ranks 1-3 after step 4"
+        in running.ending.replicas_text
+    )
     world.execute("signal.signal = set_handler")
 
 

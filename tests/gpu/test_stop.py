@@ -8,6 +8,7 @@ import pytest
 
 from nbdist.errors import NbdistError
 from nbdist.world.states import WorldState
+from nbdist.world.task_error import error_of
 from nbdist.world.world import World
 from tests import cells
 from tests.gpu import lab
@@ -35,7 +36,7 @@ def stop(world: World, source: str, times: int = 1) -> tuple[NbdistError | None,
         cells.stop(world, running)
     seconds = time.monotonic() - stopped
     assert world.state is WorldState.READY
-    return running.error(), seconds
+    return error_of(running), seconds
 
 
 CASES = {

@@ -23,7 +23,9 @@ from nbdist.terminal.worlds import kill_world
 from nbdist.world import dispatch, inbox, recovery
 from nbdist.world.remote_call import sending
 from nbdist.world.states import WorldState
+from nbdist.world.task_error import error_of
 from nbdist.world.task_run import TaskRun
+from nbdist.world.wait_texts import waiting_text
 from nbdist.world.world import World
 from tests.hosts.network import Host, Network
 from tests.hosts.worlds import (
@@ -253,9 +255,9 @@ def until_stalled(
     """Run a cell until the network between the hosts `ends` is reported as stalled."""
     running = dispatch.submit(world.engine, world.engine.task(f"t = torch.ones(1)\n{source}"))
     for _ in recovery.follow(world.engine, running):
-        if re.search(f"the network between {ends} is stalled", running.waits):
+        if re.search(f"the network between {ends} is stalled", waiting_text(running)):
             return running
-    pytest.fail(f"the cell has ended: {running.error()}")
+    pytest.fail(f"the cell has ended: {error_of(running)}")
 
 
 @pytest.mark.parametrize("sender", [0, 2])
@@ -270,7 +272,7 @@ def test_a_cell_names_a_stalled_network(sender: int, steady: World, hosts: list[
     running = until_stalled(steady, source, f".*{here.name}.*")
     there.mend()
     dispatch.wait(steady.engine, running)
-    assert running.error() is None
+    assert error_of(running) is None
 
 
 def test_stop_works_while_the_network_is_stalled(steady: World, hosts: list[Host]) -> None:
@@ -292,7 +294,7 @@ def test_a_network_that_stays_away_ends_the_cell(steady: World, hosts: list[Host
         for _ in recovery.follow(steady.engine, running):
             if running.transcript.errors:
                 hosts[1].mend()
-        assert "Connection timed out" in str(running.error())
+        assert "Connection timed out" in str(error_of(running))
     finally:
         for host in hosts[:2]:
             host.run(f"echo 15 >{RETRIES}")
@@ -341,7 +343,7 @@ def test_the_progress_of_a_big_value_is_known(world: World, big: torch.Tensor) -
     with sending(engine, {"big": big}, range(world.size)) as (payloads, parcels):
         task = engine.task("total = big.sum()", names=payloads)
         running = dispatch.submit(engine, task, shipped=parcels)
-        seen = [running.bytes_moved for _ in recovery.follow(engine, running)]
+        seen = [running.reports.bytes_moved for _ in recovery.follow(engine, running)]
     done, total = zip(*(far for far in dict.fromkeys(seen) if far[1]), strict=True)
     assert len(done) > 3
     assert [*done] == sorted(done)

@@ -15,6 +15,7 @@ from nbdist.wire.ops import Written
 from nbdist.wire.work import CellCode, Task
 from nbdist.world.snapshot_store import Snapshot
 from nbdist.world.states import Machines
+from nbdist.world.task_error import error_of
 from nbdist.world.task_run import Members, TaskRun
 
 
@@ -32,7 +33,7 @@ def test_a_rank_of_a_lost_machine_has_its_last_shown_lines() -> None:
     running = TaskRun(Task("id", (0,), CellCode("print(1)")), Patience(), members)
     running.receive(0, Text("stdout", "loading shards\nepoch 7\n"))
     running.receive(0, Died(None, time.time_ns(), why="its machine counts as lost"))
-    error = running.error()
+    error = error_of(running)
     assert isinstance(error, WorkerDied)
     why = failure_of(running, error, {})
     assert why.body == "its last lines:\nloading shards\nepoch 7"

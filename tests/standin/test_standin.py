@@ -24,6 +24,7 @@ from nbdist import topology
 from nbdist.errors import WorkerError
 from nbdist.world import dispatch
 from nbdist.world.states import WorldState
+from nbdist.world.task_error import error_of
 from nbdist.world.world import World
 from tests.faults.collectives import BEFORE
 from tests.standin import processes
@@ -255,7 +256,7 @@ def test_a_world_goes_on_after_a_failure(world: World, name: str) -> None:
     idle = time.monotonic() - began
     world.execute("t = torch.ones(1); dist.all_reduce(t); assert t.item() == world_size, t")
     sys.stdout.write(f"{idle:.2f} s to idle, {time.monotonic() - began:.2f} s to a collective\n")
-    error = running.error()
+    error = error_of(running)
     assert (row.error or "NoneType") in [kind.__name__ for kind in type(error).__mro__], error
     assert row.said in str(error)
     if row.ranks:

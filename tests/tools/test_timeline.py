@@ -28,6 +28,7 @@ from nbdist.tools.timeline_data import Timeline, TimeSlice, slices_of, timeline_
 from nbdist.tools.timeline_op import trace_events
 from nbdist.wire.ops import Met, RankTimes, TracePart
 from nbdist.world import dispatch
+from nbdist.world.task_error import error_of
 from nbdist.world.world import World
 from tests.notebook.front_end import Notebook
 from tests.waiting import wait_until
@@ -363,7 +364,7 @@ def waited_for(world: World, source: str, gate: Path) -> tuple[Timeline, float]:
     held = time.monotonic() - seen
     gate.touch()
     dispatch.wait(world.engine, running)
-    assert running.error() is None
+    assert error_of(running) is None
     timeline = timeline_of(times_of(world))
     assert timeline is not None
     return timeline, held

@@ -29,6 +29,7 @@ from nbdist.worker.tracebacks import (
     with_short_message,
 )
 from nbdist.world import dispatch
+from nbdist.world.task_error import error_of
 from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
 from tests.worker.ops.test_memory import shell_with
@@ -77,7 +78,7 @@ def test_a_failed_cell_is_reported_as_failed(world: World, drawn: str) -> None:
         assert isinstance(failure, Failure)
         assert (failure.name, failure.message) == ("LookupError", "no such shard")
         assert "builtins:LookupError" in failure.kinds
-        error = running.error()
+        error = error_of(running)
         assert isinstance(error, WorkerError)
         assert isinstance(error, LookupError)
         assert error.rank == 1
@@ -88,7 +89,7 @@ def test_an_error_that_is_only_shown_fails_no_cell(world: World) -> None:
     """A cell that shows the traceback of an error that it has caught does not fail."""
     shows = "try: 1 / 0\nexcept ZeroDivisionError: get_ipython().showtraceback()\nprint('went on')"
     running = ran(world, shows)
-    assert running.error() is None
+    assert error_of(running) is None
     assert running.transcript[1].state == "ok"
     (screen,) = running.transcript[1].pieces
     lines = [line.text for line in screen.tail(100)]
@@ -148,7 +149,7 @@ def test_odd_exceptions_fail_the_cell(world: World) -> None:
     """An error while the last value is displayed fails the cell, as a falsy exception does."""
     odd = "class Odd:\n    def _repr_html_(self): raise LookupError('odd')\n"
     running = ran(world, f"{odd}if rank == 0: Odd = int\nOdd()")
-    error = running.error()
+    error = error_of(running)
     assert isinstance(error, LookupError)
     assert (error.rank, error.args) == (1, ("odd",))
     (failure,) = running.transcript.errors.values()
@@ -157,7 +158,7 @@ def test_odd_exceptions_fail_the_cell(world: World) -> None:
     assert "raise" in "".join(failure.traceback)
     falsy = "def __len__(self): return 0"
     source = f"class Empty(LookupError):\n    {falsy}\nif rank == 1: raise Empty('a', 2)"
-    error = ran(world, source).error()
+    error = error_of(ran(world, source))
     assert isinstance(error, LookupError)
     assert error.args == ("a", 2)
     assert "LookupError" not in str(error)
@@ -209,7 +210,7 @@ def test_endless_recursion_is_folded(world: World, source: str, mode: str) -> No
     text = strip("\n".join(failure.traceback))
     assert len(re.findall(said, text)) == 1
     assert len(re.findall(r"^ *(?:Cell In\[7\]|File )", text, re.MULTILINE)) <= most + 1
-    assert ran(world, "call = Net = 1\n%xmode Context").error() is None
+    assert error_of(ran(world, "call = Net = 1\n%xmode Context")) is None
 
 
 def test_calls_are_folded_from_the_fourth_repetition_on() -> None:

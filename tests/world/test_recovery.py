@@ -27,6 +27,7 @@ from nbdist.world.outcome_texts import healing_text
 from nbdist.world.sent_objects import NOTHING_SENT
 from nbdist.world.states import WorldState
 from nbdist.world.stop import SPARE_TIMEOUT, StopPhase
+from nbdist.world.task_error import error_of
 from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
 from tests.cells import give_up_on_c_code
@@ -536,7 +537,7 @@ def test_following_yields_at_once_if_asked(ready: World) -> None:
             following.send(0.0)
             rounds += 1
     assert rounds > 100  # the pace without a request gives five
-    assert (running.unfinished, running.error()) == ((), None)
+    assert (running.unfinished, error_of(running)) == ((), None)
 
 
 def test_stop_does_not_interrupt_a_task_that_holds_it(ready: World, tmp_path: Path) -> None:

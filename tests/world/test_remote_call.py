@@ -24,6 +24,7 @@ from nbdist.output.screen import Screen
 from nbdist.wire.work import ProgramKind
 from nbdist.world.moving_line import REDRAW_SECONDS, MovingLine
 from nbdist.world.remote_call import find_script, title_of
+from nbdist.world.task_error import error_of
 from nbdist.world.world import World
 from tests.cells import Write, said
 from tests.waiting import once, wait_until
@@ -458,13 +459,13 @@ def test_a_script_runs_again_once_another_task_has_ended(
 
     def has_died() -> bool:
         running = world.engine.task_table.last
-        return running is not None and 1 in running.deaths
+        return running is not None and 1 in running.transcript.deaths
 
     with once(has_died, end.touch):
         assert world.run_script("dies.py", ranks=[1], max_restarts=1).stdout == {1: "attempt 1\n"}
     for _ in world.follow(other):
         pass
-    assert other.error() is None
+    assert error_of(other) is None
 
 
 def test_a_failed_script_runs_again_within_its_limit(world: World, write: Write) -> None:
@@ -478,7 +479,7 @@ def test_a_failed_script_runs_again_within_its_limit(world: World, write: Write)
     with pytest.raises(ValueError, match="bad"):
         world.run_script("fails.py", max_restarts=1)
     ran = world.engine.task_table.last
-    assert (said(ran), ran and ran.restart_text) == (["1"] * N, "")
+    assert (said(ran), ran and ran.ending.restart_text) == (["1"] * N, "")
 
 
 # --- a line that is written over --------------------------------------------------------

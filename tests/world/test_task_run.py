@@ -22,9 +22,12 @@ from nbdist.wire.messages import Decided, Decision, Located, UnresponsiveHosts
 from nbdist.wire.places import Begun, RankPosition, is_call_mismatch
 from nbdist.wire.work import CellCode, Task
 from nbdist.world import hangs
+from nbdist.world.ending import Ending
 from nbdist.world.states import Machines
 from nbdist.world.stop import StopEvent
+from nbdist.world.task_error import error_of
 from nbdist.world.task_run import Members, TaskRun
+from nbdist.world.wait_texts import activity_text, waiting_text
 
 WAITS = RankPosition(line=1, operation="barrier", is_calm=True)
 STOPPED = Failure("KeyboardInterrupt", "", (), 2)
@@ -44,27 +47,27 @@ def test_a_task_ends_when_all_ranks_are_done() -> None:
     """Each output is returned once; the loss of the agent ends all ranks."""
     task = running()
     task.receive(0, Text("stdout", "hello\n"))
-    task.moved = {0: TransferProgress(1, 10), 1: TransferProgress(2, 20)}
+    task.reports.moved = {0: TransferProgress(1, 10), 1: TransferProgress(2, 20)}
     task.receive(0, Done("ok", 0.1, bound=frozenset({"x"})))
-    assert (task.unfinished, task.waits_after(0), task.bytes_moved) == ((1,), True, (3, 30))
+    assert (task.unfinished, task.waits_after(0), task.reports.bytes_moved) == ((1,), True, (3, 30))
     assert [[rank for rank, _ in task.pop_outputs()] for _ in range(2)] == [[0, 0], []]
     assert (task.made, task.result().by_rank) == ({"x"}, {0: None})
-    assert isinstance(task.error(), RanksNotStopped)
+    assert isinstance(error_of(task), RanksNotStopped)
     task.receive(1, Done("ok", 0.1))
-    assert (task.unfinished, task.error()) == ((), None)
+    assert (task.unfinished, error_of(task)) == ((), None)
     task, lost = running(), AgentLost("here", -9)
     task.handle_agent_loss(lost)
-    assert (task.unfinished, task.error()) == ((), lost)
+    assert (task.unfinished, error_of(task)) == ((), lost)
 
 
 def test_a_death_is_the_error_of_the_task() -> None:
     """The error of a task in which a rank died says what was done about the death."""
     task = running()
     task.receive(1, Died(-9, time.time_ns()))
-    assert isinstance(task.error(), RanksNotStopped)  # rank 0 still runs
+    assert isinstance(error_of(task), RanksNotStopped)  # rank 0 still runs
     task.receive(0, Done("ok", 0.1))
-    task.recovery_text = "It was replaced."
-    error = task.error()
+    task.ending = Ending(recovery_text="It was replaced.")
+    error = error_of(task)
     assert isinstance(error, WorkerDied)
     assert str(error).endswith("It was replaced.")
 
@@ -81,10 +84,10 @@ def test_a_released_rank_is_no_cause() -> None:
     task = running()
     task.receive(1, Done("ok", 0.1))
     abort(task, {0: WAITS, 1: RankPosition()})
-    assert task.aborted == {0: WAITS}
+    assert task.releases.aborted == {0: WAITS}
     task.receive(0, Failure("RuntimeError", "Connection closed", (), 1, connections="ended"))
     task.receive(0, Done("error", 0.1))
-    error = task.error()
+    error = error_of(task)
     assert isinstance(error, RanksReleased)
     assert error.rank == 0
 
@@ -116,8 +119,8 @@ def test_a_failure_that_comes_after_the_decision_is_known_to_it(
         for rank in (0, 1):
             task.receive(rank, LOST)
             task.receive(rank, Done("error", 0.1))
-    assert str(early.error()) == str(late.error())
-    assert said in str(late.error())
+    assert str(error_of(early)) == str(error_of(late))
+    assert said in str(error_of(late))
 
 
 def test_a_timeout_after_stop_changes_nothing() -> None:
@@ -127,14 +130,14 @@ def test_a_timeout_after_stop_changes_nothing() -> None:
     before = task.stop.deadline, task.stop.interrupts
     task.handle_message(Decided("id", Decision.TIME_OUT, {0: WAITS}, {0: WAITS}), 12.0)
     assert (task.stop.deadline, task.stop.interrupts) == before
-    assert task.timed_out is None
+    assert task.ending.timed_out is None
 
 
 def test_a_decision_about_another_task_is_ignored() -> None:
     """A decision about an earlier task does not change this one."""
     task = running()
     task.handle_message(Decided("other", Decision.TIME_OUT, {0: WAITS}, {0: WAITS}), 1.0)
-    assert (task.timed_out, task.stop.is_stopping) == (None, False)
+    assert (task.ending.timed_out, task.stop.is_stopping) == (None, False)
 
 
 LATE = Failure("RuntimeError", "Timed out", ("Timed out",), 5, connections="timed out")
@@ -170,7 +173,7 @@ def test_a_rank_that_interrupts_itself_is_the_cause() -> None:
     abort(task, {0: WAITS, 1: RankPosition()}, 1)
     task.receive(0, Failure("RuntimeError", "Connection closed", (), 9, connections="ended"))
     task.receive(0, Done("error", 0.1))
-    error = task.error()
+    error = error_of(task)
     assert isinstance(error, WorkerError)
     assert not isinstance(error, RanksReleased)
     assert (error.rank, [*error.errors]) == (1, [1])
@@ -187,26 +190,27 @@ def test_a_task_that_took_too_long_says_where_its_ranks_were() -> None:
         for rank, failure in enumerate((first, STOPPED)):
             each.receive(rank, failure)
             each.receive(rank, Done("error", 0.1))
-    assert isinstance(task.error(), CellTimeout)
-    assert "by `--timeout 500`: rank 0 waits in barrier" in str(task.error())
-    assert "ValueError: bad shard" in str(failed.error())
+    assert isinstance(error_of(task), CellTimeout)
+    assert "by `--timeout 500`: rank 0 waits in barrier" in str(error_of(task))
+    assert "ValueError: bad shard" in str(error_of(failed))
 
 
 def test_waits_and_silent_machines_are_named() -> None:
     """Ranks are named if their wait may be in vain; silent machines and networks come first."""
     task = running(patience=Patience(hang_timeout=0.0))
     task.handle_message(Located({0: WAITS, 1: RankPosition(line=2)}), 1.0)
-    assert task.doing == task.waits == "rank 0 waits in barrier, line 1 · rank 1 is in line 2"
+    said = "rank 0 waits in barrier, line 1 · rank 1 is in line 2"
+    assert activity_text(task) == waiting_text(task) == said
     task.receive(1, Done("ok", 0.1))
-    assert task.waits.endswith("· rank 1 finished")
+    assert waiting_text(task).endswith("· rank 1 finished")
     task = running()
-    task.silent = UnresponsiveHosts(("hosta",), 10.0)
-    assert task.waits == "hosta does not respond and counts as lost after 10 s"
-    task.silent = UnresponsiveHosts(("hosta", "hostb"), 2.5)
-    assert task.waits == "hosta and hostb do not respond and count as lost after 2.5 s"
-    task.silent = UnresponsiveHosts((), 2.5)
+    task.reports.silent = UnresponsiveHosts(("hosta",), 10.0)
+    assert waiting_text(task) == "hosta does not respond and counts as lost after 10 s"
+    task.reports.silent = UnresponsiveHosts(("hosta", "hostb"), 2.5)
+    assert waiting_text(task) == "hosta and hostb do not respond and count as lost after 2.5 s"
+    task.reports.silent = UnresponsiveHosts((), 2.5)
     task.handle_message(Located({0: replace(WAITS, stalled=(("10.0.0.1", "10.0.0.2"),))}), 1.0)
-    assert task.waits == "the network between 10.0.0.2 and here is stalled"
+    assert waiting_text(task) == "the network between 10.0.0.2 and here is stalled"
 
 
 # --- where ranks are ---------------------------------------------------------------------------
@@ -324,9 +328,9 @@ def test_an_abort_says_why_ranks_waited_in_vain() -> None:
 def test_a_death_by_a_large_message_is_explained() -> None:
     """Gloo ends a process that receives too much; for other deaths the text is empty."""
     died = Died(-signal.SIGABRT, 0, received_too_much=True)
-    assert hangs.why_died(0, died, {1: done(DOUBLE), 2: done(REDUCE)}) == (
+    assert hangs.why_died({0: died}, {1: done(DOUBLE), 2: done(REDUCE)}) == (
         "Rank 0 received more than its tensor holds: sizes or dtypes differ between ranks in "
         "all_reduce (rank 1 float64 [2], rank 2 float32 [2]). With `--debug` that is found before."
     )
-    assert hangs.why_died(0, died, {}).startswith("Rank 0 received more")
-    assert hangs.why_died(0, died._replace(received_too_much=False), {1: done(DOUBLE)}) == ""
+    assert hangs.why_died({0: died}, {}).startswith("Rank 0 received more")
+    assert hangs.why_died({0: died._replace(received_too_much=False)}, {1: done(DOUBLE)}) == ""

@@ -95,7 +95,7 @@ def dist_interrupt(line: MagicCall) -> str:
     run_steps(follow_steps(pool, pool.world, running, pool.display()))
     if running.unfinished or not all(map(is_consequence, running.transcript.errors.values())):
         check_end(pool, pool.world, running, stopped=False)
-    return str(Interrupted(running.task.ranks, damage=running.damage))
+    return str(Interrupted(running.task.ranks, damage=running.ending.damage))
 
 
 def _end_of(job: Job) -> str:

@@ -9,6 +9,7 @@ from nbdist.errors import RanksReleased, WorkerDied, WorkerError
 from nbdist.output.events import Text
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group.default import missing_backends
+from nbdist.world import task_error
 from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world(3)
@@ -67,7 +68,7 @@ def printed(world: World, source: str) -> dict[int, str]:
         for rank, output in news:
             if isinstance(output, Text):
                 texts[rank] += output.text
-    assert running.error() is None
+    assert task_error.error_of(running) is None
     return texts
 
 

@@ -22,6 +22,8 @@ from nbdist.worker.ops.run import call, lent_names
 from nbdist.world import dispatch
 from nbdist.world.remote_call import find_script
 from nbdist.world.result import CellResult
+from nbdist.world.task_error import error_of
+from nbdist.world.wait_texts import waiting_text
 from nbdist.world.world import World
 from tests.cells import Write, said
 
@@ -154,9 +156,9 @@ def test_waits_name_the_scripts_line(world: World, write: Write) -> None:
     script = find_script("file", "lib/waits.py")
     running = world.submit(world.task(script), Patience(hang_timeout=0.3))
     for _ in world.follow(running):
-        if running.waits:
+        if waiting_text(running):
             break
-    assert running.waits == (
+    assert waiting_text(running) == (
         "rank 0 is in waits.py line 4: time.sleep(600) · rank 1 waits in barrier, waits.py line 5"
     )
     assert [(row.place.file, row.code) for row in world.status() if row.place] == [
@@ -167,7 +169,7 @@ def test_waits_name_the_scripts_line(world: World, write: Write) -> None:
         assert [frame.line for frame in stack.frames][:2] == [6, 4 + stack.rank]
     world.interrupt()
     dispatch.wait(world.engine, running)
-    assert "was waiting in barrier (waits.py line 5) and was released" in str(running.error())
+    assert "was waiting in barrier (waits.py line 5) and was released" in str(error_of(running))
     world.execute("dist.barrier()")
     write("dies.py", "import ctypes\nif rank == 1:\n    ctypes.string_at(0)\ndist.barrier()\n")
     with pytest.raises(WorkerDied, match="was killed by SIGSEGV"):
