@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.agent.debugger_relay import DebuggerRelays
 from nbdist.agent.fork_server import ForkServerProcess
-from nbdist.agent.group_formation import GroupFormation
+from nbdist.agent.group_formation import Formation, GroupFormation
 from nbdist.agent.inspect import (
     UsageWatch,
     ask_idle_worker,
@@ -34,6 +34,7 @@ from nbdist.agent.step_stops import StepStops
 from nbdist.agent.supervisor import fact_of
 from nbdist.agent.worker import Worker
 from nbdist.agent.worker_group import HeldPort, WorkerGroup
+from nbdist.agent.world_record import WorldRecord
 from nbdist.output.events import Output
 from nbdist.system.processes import Guard
 from nbdist.wire import control, messages, node_messages
@@ -133,6 +134,12 @@ class Agent:
             self._children.close()
         return self._link.problem
 
+    @property
+    def _record(self) -> WorldRecord:
+        """The record of a world without a head; otherwise the head has the record."""
+        assert self._notebook is not None
+        return self._notebook.record
+
     def _send(self, message: messages.Up) -> None:
         self._link.send(message)
 
@@ -199,13 +206,16 @@ class Agent:
     async def _answer(self, request: messages.RequestBody) -> messages.Reply:
         match request:
             case messages.StartWorld(spec):
-                return await self._forming.start(spec)
+                formed = await self._forming.start(spec)
+                return (
+                    self._record.record_start(formed) if isinstance(formed, Formation) else formed
+                )
             case messages.StopWorld(grace):
                 await self._forming.stop(grace)
             case messages.Heal():
-                return await self._forming.heal()
+                return self._record.record_change(await self._forming.heal())
             case messages.Scale(spec, keep):
-                return await self._forming.scale(spec, keep)
+                return self._record.record_change(await self._forming.scale(spec, keep))
             case messages.Kill(ranks, why):
                 for worker in self._workers.alive(ranks):
                     worker.kill(why)

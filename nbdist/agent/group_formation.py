@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from nbdist.wire import node_messages as part
 from nbdist.wire.control import HeldGroups
-from nbdist.wire.messages import Healed, StartFailure, WorldStarted
+from nbdist.wire.messages import StartFailure
 from nbdist.wire.spec import WorldSpec
+from nbdist.wire.world_facts import Renumbering
 
 HEAL_TRIES = 3  # attempts to form the group, if more workers die during an attempt
 LEAVE_GRACE = 0.5  # seconds for the exit handlers of ranks that a smaller world no longer has
@@ -27,6 +28,24 @@ class NodeWorkers(Protocol):
 
     async def execute(self, request: part.PartRequest[_T]) -> _T:
         """Carry out the request and return the answer, or `lost_answer` if the machine is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Formation:
+    """The result of a start, a heal or a scale: the ranks of the world, and their new numbers.
+
+    `pids`, `logs` and `missing` are as in `WorldFacts`.  `change` says how the ranks' numbers have
+    changed.  `problem` says why not all ranks share the group, or is "" if all share it.
+    `not_scaled` is as in `Healed`.
+    """
+
+    spec: WorldSpec
+    pids: Mapping[int, int]
+    logs: Mapping[int, str]
+    change: Renumbering
+    problem: str = ""
+    not_scaled: str = ""
+    missing: tuple[str, ...] = ()
 
 
 class GroupFormation:
@@ -45,7 +64,7 @@ class GroupFormation:
         self._pids: dict[int, int] = {}
         self._logs: dict[int, str] = {}
 
-    async def start(self, spec: WorldSpec) -> WorldStarted | StartFailure:
+    async def start(self, spec: WorldSpec) -> Formation | StartFailure:
         """Start all ranks of the world.  If a rank fails, stop all ranks and return the failure."""
         self.spec = spec
         self.attempt += 1
@@ -57,11 +76,18 @@ class GroupFormation:
         if failed := next((a for a in answers if isinstance(a, StartFailure)), None):
             await self.stop(grace=0.0)
             return failed
-        started = [each for each in answers if isinstance(each, WorldStarted)]
+        started = [each for each in answers if isinstance(each, part.Formed)]
         for each in started:
             self._record(each)
         missing = dict.fromkeys(lack for each in started for lack in each.missing)
-        return WorldStarted(*self.pids_and_logs(), tuple(missing), spec=spec)
+        return replace(self.unchanged(), missing=tuple(missing))
+
+    def unchanged(self, *, problem: str = "", not_scaled: str = "") -> Formation:
+        """Return the present ranks as a result in which no rank has got another number."""
+        assert self.spec is not None
+        change = Renumbering.none(self.spec.world_size)
+        pids, logs = dict(sorted(self._pids.items())), dict(sorted(self._logs.items()))
+        return Formation(self.spec, pids, logs, change, problem, not_scaled)
 
     async def stop(self, grace: float) -> None:
         """Stop all workers.  Idle workers have `grace` seconds to exit; all others are killed."""
@@ -76,7 +102,7 @@ class GroupFormation:
             self._pids.pop(rank, None)
             self._logs.pop(rank, None)
 
-    async def heal(self, spec: WorldSpec | None = None) -> Healed:
+    async def heal(self, spec: WorldSpec | None = None) -> Formation:
         """Start the ranks that have no live process, and form the group of all ranks again.
 
         If a rank has no live process after an attempt, the attempt is repeated, up to `HEAL_TRIES`
@@ -90,9 +116,9 @@ class GroupFormation:
             problem, is_final = await self._form_anew(self.spec)
             if not problem or is_final:
                 break
-        return Healed(*self.pids_and_logs(), self.spec, problem)
+        return self.unchanged(problem=problem)
 
-    async def scale(self, spec: WorldSpec, keep: Sequence[int]) -> Healed:
+    async def scale(self, spec: WorldSpec, keep: Sequence[int]) -> Formation:
         """Give the world the size in `spec`; the present ranks in `keep` become ranks 0, 1, ...
 
         The other present ranks are stopped, and the ranks that are missing then are started.  The
@@ -104,17 +130,28 @@ class GroupFormation:
         before, size = self.spec, self.spec.world_size
         new = range(len(keep), spec.world_size)
         if new and (problem := await self._prepare(spec, new)):
-            return Healed(*self.pids_and_logs(), before, not_scaled=problem)
-        healed = await self._scale_to(spec, keep, LEAVE_GRACE)
-        if not healed.problem or not new or [*keep] != [*range(size)]:
-            return healed
-        return replace(await self._scale_to(before, keep, 0.0), not_scaled=healed.problem)
+            return self.unchanged(not_scaled=problem)
+        scaled = await self._scale_to(spec, keep, LEAVE_GRACE)
+        if not scaled.problem or not new or [*keep] != [*range(size)]:
+            return scaled
+        restored = await self._scale_to(before, keep, 0.0)
+        change = scaled.change.then(restored.change)
+        return replace(restored, change=change, not_scaled=scaled.problem)
 
-    async def _scale_to(self, spec: WorldSpec, keep: Sequence[int], grace: float) -> Healed:
+    async def _scale_to(self, spec: WorldSpec, keep: Sequence[int], grace: float) -> Formation:
         assert self.spec is not None
-        await self._stop({*range(self.spec.world_size)} - {*keep}, grace)
-        await self._renumber({rank: number for number, rank in enumerate(keep)})
-        return await self.heal(spec)
+        size, became = self.spec.world_size, {rank: number for number, rank in enumerate(keep)}
+        await self._stop({*range(size)} - {*keep}, grace)
+        await self._renumber(became)
+        pids = dict(self._pids)
+        healed = await self.heal(spec)
+        # A rank that was restarted under another number is a new rank: nothing of it was kept.
+        became = {
+            rank: number
+            for rank, number in became.items()
+            if rank == number or healed.pids.get(number) == pids.get(number)
+        }
+        return replace(healed, change=Renumbering(size, spec.world_size, became))
 
     async def _renumber(self, became: Mapping[int, int]) -> None:
         assert self.spec is not None
@@ -200,13 +237,9 @@ class GroupFormation:
             await asyncio.gather(*waiting, return_exceptions=True)
         return answers
 
-    def _record(self, started: WorldStarted | part.Formed) -> None:
-        self._pids.update(started.pids)
-        self._logs.update(started.logs)
-
-    def pids_and_logs(self) -> tuple[dict[int, int], dict[int, str]]:
-        """Return the pids and the log folders of the ranks, each by rank."""
-        return dict(sorted(self._pids.items())), dict(sorted(self._logs.items()))
+    def _record(self, formed: part.Formed) -> None:
+        self._pids.update(formed.pids)
+        self._logs.update(formed.logs)
 
 
 def nodes_of(spec: WorldSpec) -> dict[int, int]:

@@ -59,7 +59,7 @@ class NotebookLink:
     """The connection of a world to the notebook that uses it, if any notebook does.
 
     A world with the `detach` option keeps running if the notebook ends.  Such a world's output is
-    recorded (`WorldRecord`), and replayed to the next notebook that attaches (`Listener`).
+    recorded (`record`), and replayed to the next notebook that attaches (`Listener`).
 
     `on_message` gets the messages of the notebook.  `shut_down` is called on SIGTERM, and if the
     notebook ends and the world does not have `detach`.  While the world is detached, `shut_down` is
@@ -83,7 +83,7 @@ class NotebookLink:
         self._guard = guard
         self._on_message, self._shut_down = on_message, shut_down
         self._has_machines = has_machines
-        self._record = WorldRecord()
+        self.record = WorldRecord()
         self._supervision = Supervision(self._deliver, self.send)
         # None while detached, and after `close`.
         self._stream: ZMQStream | None = self._connect(folders.NOTEBOOK_SOCKET)
@@ -95,7 +95,7 @@ class NotebookLink:
 
     def __repr__(self) -> str:
         at = f"notebook {self.notebook_pid}" if self._stream else "detached"
-        return f"<NotebookLink {at} {self._record}>"
+        return f"<NotebookLink {at} {self.record}>"
 
     async def open(self) -> None:
         """Send `Hello`, then watch for the notebook's exit, the end of stdin, and SIGTERM."""
@@ -125,7 +125,7 @@ class NotebookLink:
         While the world is detached, the message is only recorded, and outputs count as
         acknowledged, so that the `Outbox` goes on.
         """
-        self._record.record_sent(message)
+        self.record.record_sent(message)
         self._supervision.report(message)
         if isinstance(message, messages.Outputs):
             self._live_in_flight += 1
@@ -159,25 +159,25 @@ class NotebookLink:
                     self._live_in_flight -= 1
                     self._on_message(message)
                 if not (self._replayed_in_flight or self._live_in_flight):
-                    self._record.mark_all_acknowledged()
+                    self.record.mark_all_acknowledged()
                 return
             case messages.HandoverState():
                 message = self._open_segments(message)
-                if message.config.detach != self._record.detach:
+                if message.config.detach != self.record.detach:
                     self._guard.send(STAYS_BYTE if message.config.detach else LEAVES_BYTE)
             case messages.Interrupt() if self._supervision.is_repeated(message):
                 return
             case messages.AgentRequest(request=messages.StartWorld() | messages.StopWorld()):
                 self._supervision.close()
         if isinstance(message, messages.HandoverState):
-            self._record.record_received(message)
+            self.record.record_received(message)
         else:
             self._supervision.receive(message)
             self._deliver(message)
 
     def _deliver(self, message: messages.Down) -> None:
         """Record a message that the notebook or `Supervision` has sent, and call `on_message`."""
-        self._record.record_received(message)
+        self.record.record_received(message)
         self._on_message(message)
 
     def observe(self, rank: int, task_id: str, output: Output) -> None:
@@ -229,7 +229,7 @@ class NotebookLink:
         if self._stream is None:
             return
         self._unwatch_all()
-        if self._record.detach:
+        if self.record.detach:
             asyncio.get_running_loop().call_later(LAST_WORDS, self._detach_from, self._stream)
         else:
             self._shut_down()
@@ -248,7 +248,7 @@ class NotebookLink:
         for _ in range(self._live_in_flight):
             self._on_message(messages.BatchAcknowledged())
         self._on_message(messages.CloseDebuggers((*self.ranks,)))
-        for release in self._record.pop_unreleased_values():
+        for release in self.record.pop_unreleased_values():
             self._on_message(release)
         self._live_in_flight = self._replayed_in_flight = 0
 
@@ -262,7 +262,7 @@ class NotebookLink:
             self._notebook_ended()
 
     def _must_keep_world(self) -> bool:
-        record = self._record
+        record = self.record
         return record.has_world and bool(record.pending_calls or self._has_machines())
 
     def _is_notebook_alive(self) -> bool:
@@ -280,22 +280,22 @@ class NotebookLink:
     @property
     def ranks(self) -> Collection[int]:
         """The ranks of the world; empty while the world has no workers."""
-        return self._record.world.pids.keys()
+        return self.record.ranks
 
     @property
     def tasks(self) -> Inspection:
         """The last task, and the last task during which or after which a rank failed."""
-        return self._record.tasks
+        return self.record.tasks
 
     def describe(self) -> WorldInfo:
         """Return what this process knows about the world, without asking the workers."""
-        record, spec, run = self._record, self._record.world.spec, self._record.running_task
+        record, facts, run = self.record, self.record.facts, self.record.running_task
         return WorldInfo(
             version=__version__,
             host=socket.gethostname(),
-            pool=spec.config.pool if spec else "",
-            name=spec.name if spec else "",
-            workers=len(record.world.pids),
+            pool=facts.spec.config.pool if facts else "",
+            name=facts.spec.name if facts else "",
+            workers=len(record.ranks),
             state=record.state,
             cell=task_from(run.task).title[:FIRST_LINE] if run else "",
             began=record.began,
@@ -310,7 +310,8 @@ class NotebookLink:
         """Connect the world to the notebook that asks for it, or return why that is refused.
 
         A request is refused if another notebook uses the world, if the versions of nbdist differ,
-        or if workers are still being started or healed after `CHANGE_TIMEOUT` seconds.
+        if workers are still being started or healed after `CHANGE_TIMEOUT` seconds, or if there are
+        no workers.
         """
         deadline = time.monotonic() + CHANGE_TIMEOUT
         while True:
@@ -321,18 +322,20 @@ class NotebookLink:
                 )
             if info.notebook:
                 return AttachRefused(f"the notebook of process {info.notebook} uses it")
-            if self._stream is None and not self._record.pending_calls:
+            if self._stream is None and not self.record.pending_calls:
                 break
             if time.monotonic() > deadline:
                 return AttachRefused("its workers are being started or healed just now")
             await asyncio.sleep(CHANGE_STEP)
+        if not self.record.ranks:
+            return AttachRefused("its workers have ended")
         if not ATTACH_SOCKET_PATTERN.fullmatch(request.socket):
             return AttachRefused("that is no notebook's socket")
         self.notebook_pid = request.pid
         self._stream = self._connect(request.socket)
         self._send_hello()
-        batches = self._record.replay_batches()
-        attached, decided = self._record.attached(self._owner_since), self._supervision.decided
+        batches = self.record.replay_batches()
+        attached, decided = self.record.attached(self._owner_since), self._supervision.decided
         for message in (attached, *decided, *batches):
             self._stream.send(pack(message))
         self._replayed_in_flight += len(batches)

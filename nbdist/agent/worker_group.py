@@ -28,7 +28,7 @@ from nbdist.system import folders
 from nbdist.system.limits import Lack, lack_in, word_lack_of_files
 from nbdist.topology import parse_gpus, usable_cores, visible_gpus
 from nbdist.wire import control, node_messages
-from nbdist.wire.messages import StartFailure, Starting, WorldStarted
+from nbdist.wire.messages import StartFailure, Starting
 from nbdist.wire.node_messages import Form, Formed, Groups, LiveRanks
 from nbdist.wire.spec import WorkerStart, WorldSpec, cancel_file, torchrun_variables
 
@@ -141,7 +141,7 @@ class WorkerGroup:
 
     async def _start(
         self, spec: WorldSpec, ranks: Sequence[int], attempt: int
-    ) -> WorldStarted | StartFailure:
+    ) -> Formed | StartFailure:
         self.spec = spec
         if lack := word_lack_of_files(spec.world_size):
             return _failure(spec, ranks[0], lack, ())
@@ -156,7 +156,7 @@ class WorkerGroup:
         # Only one rank is asked, because all ranks of a machine have the same libraries.
         checked = await self.all[ranks[0]].ask(control.Check(), CHECK_TIMEOUT)
         missing = checked if isinstance(checked, tuple) else ()
-        return WorldStarted(*self._pids_and_logs(), missing)
+        return Formed(*self._pids_and_logs(), tuple(ranks), missing=missing)
 
     def _begin_attempt(self, spec: WorldSpec, attempt: int) -> None:
         """Make a new store and a new log folder for the start of the world with this number.

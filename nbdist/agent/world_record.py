@@ -1,24 +1,28 @@
-"""The record of a world, which an agent or head makes from messages to and from the notebook.
+"""The record of a world: its facts, its tasks, and the outputs that no notebook has acknowledged.
 
-`NotebookLink` keeps the record.  From it, the next notebook that attaches gets the world's state
-and outputs, and `nbdist mcp` gets the last task and the last task that failed.
+Runs in the process that serves the notebook, which is the agent of a world on one machine, or the
+head of a world on several.  That process owns the facts about the world (`WorldFacts`): it passes
+each start and each change of the world to the record, which makes the notebook's answer.
+`NotebookLink` passes the other messages from and to the notebook.  The next notebook that attaches
+gets the facts and the outputs, and `nbdist mcp` gets the last task and the last task that failed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from nbdist.agent.group_formation import Formation
 from nbdist.agent.outbox import ENOUGH_IN_A_BATCH, TEXT_KEPT, Backlog
 from nbdist.output.events import Died, Done, Failure, Output, RankError, size_of
 from nbdist.values.payload import refs_in
 from nbdist.wire import messages
 from nbdist.wire.messages import Outputs, RankOutput
-from nbdist.wire.node_messages import processes
 from nbdist.wire.places import RankPosition, Stack
 from nbdist.wire.queries import Inspection, ReportedFailure, TaskSummary
 from nbdist.wire.work import task_from
+from nbdist.wire.world_facts import WorldFacts, died_again_text
 
 TEXT_OF_ALL, TEXT_AT_LEAST = 256 << 20, 1 << 16
 """How many characters of text are kept to replay: of all ranks, and at least of each rank.
@@ -30,16 +34,19 @@ Changing = messages.StartWorld | messages.StopWorld | messages.Heal | messages.S
 
 
 class WorldRecord:
-    """The state of a world, and its tasks' outputs until a notebook has acknowledged all outputs.
+    """The facts of a world, and its tasks' outputs until a notebook has acknowledged all outputs.
 
     Tasks of different ranks can run side by side.  Outputs are only recorded if the world has the
     `detach` option.
     """
 
     def __init__(self) -> None:
-        self.world = messages.Attached(messages.HandoverState())  # sent to the next notebook
+        self.facts: WorldFacts | None = None  # None before the first start has succeeded
+        self.memory = messages.HandoverState()  # the last of the notebook, for the next notebook
         self.began = time.time()  # when the world or its last task was started
         self.pending_calls: dict[int, Changing] = {}  # calls without an answer, by number
+        self._next_call = 1  # the number of the notebook's next call
+        self._bound: dict[int, dict[str, str | None]] = {}  # see `Attached.bound`
         self._count = 0  # how many tasks have begun since the world was started
         # By id: the tasks in progress, and others until their outputs are acknowledged.
         self._tasks: dict[str, _TaskRecord] = {}
@@ -50,7 +57,12 @@ class WorldRecord:
         self._failed: _TaskRecord | None = None  # the last failed task other than `_last`
 
     def __repr__(self) -> str:
-        return f"<WorldRecord of {sorted(self.world.pids)}, {len(self._tasks)} tasks>"
+        return f"<WorldRecord of {sorted(self.ranks)}, {len(self._tasks)} tasks>"
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """The ranks of the world; empty while the world has no workers."""
+        return self.facts.pids.keys() if self.facts else ()
 
     @property
     def running_ranks(self) -> set[int]:
@@ -65,34 +77,36 @@ class WorldRecord:
     @property
     def detach(self) -> bool:
         """Whether the world keeps running after its notebook has ended."""
-        return self.world.memory.config.detach
+        return self.memory.config.detach
 
     @property
     def has_world(self) -> bool:
         """Whether the world has workers, or is starting them."""
         starts = any(isinstance(each, messages.StartWorld) for each in self.pending_calls.values())
-        return bool(self.world.pids) or starts
+        return bool(self.ranks) or starts
 
     @property
     def state(self) -> str:
         """The state of the world: "changing", "no workers", "busy", "ready" or "broken"."""
         if self.pending_calls:
             return "changing"
-        if not self.world.pids:
+        if self.facts is None or not self.facts.pids:
             return "no workers"
         if self.running_ranks:
             return "busy"
-        return "ready" if self.world.is_whole and not self.world.dead else "broken"
+        return "ready" if self.facts.is_whole and not self.facts.dead else "broken"
 
     def record_received(self, message: messages.Down) -> None:
         """Update the record from a message that the notebook or `Supervision` has sent."""
         match message:
             case messages.HandoverState():
-                self.world.memory = message
+                self.memory = message
             case messages.AgentRequest(number, request):
-                self.world.next_call = max(self.world.next_call, number + 1)
+                self._next_call = max(self._next_call, number + 1)
                 if isinstance(request, Changing):
                     self.pending_calls[number] = request
+                if isinstance(request, messages.Grow) and self.facts:
+                    self.facts = replace(self.facts, joined=())
             case messages.RunTask():
                 self._begin_task(message)
             case messages.AbortRanks(ranks):
@@ -108,7 +122,11 @@ class WorldRecord:
         """Update the record from a message to the notebook, even if there is no notebook now."""
         match message:
             case messages.AgentReply(number, reply) if number in self.pending_calls:
-                self._record_change(self.pending_calls.pop(number), reply)
+                request = self.pending_calls.pop(number)
+                if isinstance(request, messages.StopWorld) or isinstance(
+                    reply, messages.StartFailure
+                ):
+                    self._forget_world(WorldFacts(self.facts.spec) if self.facts else None)
             case Outputs(items):
                 for item in items:
                     self._record_output(*item)
@@ -116,13 +134,13 @@ class WorldRecord:
                 for task in self._tasks.values():
                     task.places = places
             case messages.Decided(decision=messages.Decision.ABORT):
-                self.world.is_whole = False
+                self._record_broken_group()
             case messages.Aborted(places):
-                self.world.is_whole = False
+                self._record_broken_group()
                 for task in self._tasks.values():
                     task.aborted |= {r: place for r, place in places.items() if r in task.run.ranks}
-            case messages.NodeJoined(host) if host not in self.world.came:
-                self.world.came += (host,)
+            case messages.NodeJoined(host) if self.facts and host not in self.facts.joined:
+                self.facts = replace(self.facts, joined=(*self.facts.joined, host))
 
     def mark_all_acknowledged(self) -> None:
         """Record that the notebook has acknowledged all batches of outputs that were sent.
@@ -152,9 +170,10 @@ class WorldRecord:
         for task in self._tasks.values():
             task.running.difference_update(run.ranks)
         self._forget_finished()
-        world, self._failed = self.world, self._last_failed
-        text = min(TEXT_KEPT, max(TEXT_AT_LEAST, TEXT_OF_ALL // max(1, len(world.pids))))
-        self._last = _TaskRecord(run, len(world.pids), {*run.ranks} - world.dead.keys())
+        self._failed, size = self._last_failed, len(self.ranks)
+        dead = self.facts.dead.keys() if self.facts else ()
+        text = min(TEXT_KEPT, max(TEXT_AT_LEAST, TEXT_OF_ALL // max(1, size)))
+        self._last = _TaskRecord(run, size, {*run.ranks}.difference(dead))
         self._last.backlog = Backlog(text)
         self._tasks[run.id] = self._last
         self._count += 1
@@ -181,14 +200,15 @@ class WorldRecord:
             case Died():
                 for each in self._tasks.values():
                     each.mark_finished(rank)
-                self.world.dead[rank] = output
+                if self.facts:
+                    self.facts = replace(self.facts, dead={**self.facts.dead, rank: output})
             case Failure() if output.connections:
-                self.world.is_whole = False
+                self._record_broken_group()
         if self.detach:
             (task.backlog if task else self._other_outputs).add(rank, task_id, output)
 
     def _record_done(self, rank: int, task_id: str, done: Done) -> None:
-        bound = self.world.bound.setdefault(rank, {})
+        bound = self._bound.setdefault(rank, {})
         for name in done.gone:
             bound.pop(name, None)
         bound.update((name, done.imported.get(name)) for name in done.bound)
@@ -197,52 +217,75 @@ class WorldRecord:
         # Drop the tasks whose values are released on all ranks.
         self._lent = {task: ranks for task, ranks in self._lent.items() if ranks}
 
-    def _record_change(self, request: messages.RequestBody, reply: messages.Reply) -> None:
-        world = self.world
-        match request, reply:
-            case messages.StartWorld(), messages.WorldStarted():
-                self._reset_world()
-                world = self.world
-                world.spec, world.hosts = reply.spec, reply.hosts
-                world.pids, world.logs, world.missing = reply.pids, reply.logs, reply.missing
-                self.began = time.time()
-            case (_, messages.StartFailure()) | (messages.StopWorld(), _):
-                self._reset_world()
-            case _, messages.Healed():
-                if isinstance(request, messages.Grow):
-                    world.came = ()
-                self._record_healed(reply)
+    def _record_broken_group(self) -> None:
+        self.facts = self.facts and replace(self.facts, is_whole=False)
 
-    def _record_healed(self, healed: messages.Healed) -> None:
-        world = self.world
-        earlier = processes(world.pids, world.spec.slots if world.spec else ())
-        old_ranks = {process: rank for rank, process in earlier.items()}
-        now = processes(healed.pids, healed.spec.slots)
-        old_of = {rank: old_ranks[process] for rank, process in now.items() if process in old_ranks}
-        world.spec, world.pids, world.logs = healed.spec, healed.pids, healed.logs
-        world.hosts, world.is_whole = healed.hosts, not healed.problem
-        world.bound = {rank: world.bound.get(old, {}) for rank, old in old_of.items()}
-        # A rank stays dead if its new process has died meanwhile.
-        world.dead = {r: died for r, died in world.dead.items() if died.pid == healed.pids.get(r)}
-
-    def _reset_world(self) -> None:
+    def _forget_world(self, facts: WorldFacts | None) -> None:
+        """Record that the world has new workers, or none; forget all about earlier workers."""
+        self.facts, self._bound = facts, {}
         self._tasks, self._other_outputs, self._count = {}, Backlog(), 0
-        self.world = messages.Attached(
-            self.world.memory,
-            self.world.spec,
-            hosts=self.world.hosts,
-            missing=self.world.missing,
-            next_call=self.world.next_call,
+
+    # --- starts and changes of the world ------------------------------------------------------
+
+    def record_start(self, formed: Formation, hosts: Mapping[int, str] = {}) -> WorldFacts:
+        """Record that all ranks were started; return the facts, which answer the `StartWorld`.
+
+        `hosts` is as in `WorldFacts`.
+        """
+        facts = WorldFacts(formed.spec, formed.pids, formed.logs, hosts, formed.missing)
+        self._forget_world(facts)
+        self.began = time.time()
+        return facts
+
+    def record_change(
+        self, formed: Formation, hosts: Mapping[int, str] = {}, rejoin_hint: str = ""
+    ) -> messages.Healed:
+        """Record that the group was formed again; return the answer to the notebook's request.
+
+        `hosts` and `rejoin_hint` are as in `WorldFacts`.  The deaths of ranks have been recorded
+        before, from the outputs.
+        """
+        assert self.facts is not None
+        change, problem = formed.change, formed.problem
+        # Forget the deaths of ranks beyond the new size, such as of a rank that could not be added.
+        # If numbers have changed, also forget deaths whose number now belongs to another process.
+        dead = {
+            rank: died
+            for rank, died in self.facts.dead.items()
+            if rank < change.after and (died.pid == formed.pids.get(rank) or not change.moved)
+        }
+        if again := [rank for rank, died in dead.items() if died.pid == formed.pids.get(rank)]:
+            problem = died_again_text(again)
+        self._bound = {
+            rank: self._bound.get(old, {}) for rank, old in change.was.items() if rank not in dead
+        }
+        self.facts = replace(
+            self.facts,
+            spec=formed.spec,
+            pids=formed.pids,
+            logs=formed.logs,
+            hosts=hosts,
+            rejoin_hint=rejoin_hint,
+            is_whole=not problem,
+            problem=problem,
+            dead=dead if problem else {},
         )
+        return messages.Healed(self.facts, change, {} if problem else dead, formed.not_scaled)
+
+    # --- for the next notebook ----------------------------------------------------------------
 
     def attached(self, since: float) -> messages.Attached:
-        """Return the world's state, without outputs, for a notebook that attaches.
+        """Return the world and its tasks, without outputs, for a notebook that attaches.
 
-        `since` is the wall-clock time at which the last notebook left the world.
+        `since` is the wall-clock time at which the last notebook left the world, which must have
+        been started.
         """
+        assert self.facts is not None
         tasks = tuple(task.attached for task in self._tasks.values())
-        forgotten = max(0, self._count - len(tasks))
-        return replace(self.world, tasks=tasks, forgotten=forgotten, since=since)
+        forgotten, call = max(0, self._count - len(tasks)), self._next_call
+        return messages.Attached(
+            *(self.facts, self.memory, self._bound, tasks, call, forgotten, since)
+        )
 
     def replay_batches(self) -> list[Outputs]:
         """Return the recorded outputs in batches, for a notebook that attaches."""

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nbdist.agent.group_formation import group_by_node, nodes_of
+from nbdist.agent.group_formation import Formation, group_by_node, nodes_of
 from nbdist.agent.listener import Listener, with_ranks
 from nbdist.agent.notebook_link import NotebookLink, Serving
 from nbdist.agent.step_stops import NODE_TIMEOUT, STEP_TIMEOUT, find_stop_step
@@ -48,6 +48,7 @@ from nbdist.wire.queries import WorldInfo
 from nbdist.wire.spec import TorchStore, WorldSpec
 from nbdist.wire.store import HostedStore, Operation
 from nbdist.wire.transfer import Fetch, SegmentPiece
+from nbdist.wire.world_facts import Renumbering
 
 log = logging.getLogger("nbdist.cluster")
 
@@ -359,7 +360,7 @@ class Head:
     async def _start(self, spec: WorldSpec) -> messages.Reply:
         """Start agents on the machines that lack one, then the workers of the world.
 
-        Returns a `WorldStarted` or a `StartFailure`.
+        Returns `WorldFacts` or a `StartFailure`.
         """
         config = spec.config
         try:
@@ -379,13 +380,13 @@ class Head:
         self._node_of = nodes_of(spec)
         self._started_workers.clear()
         self._store.begin_world()
-        started = await pool.forming.start(spec)
-        if isinstance(started, messages.StartFailure):
-            return started
-        missing = started.missing
+        formed = await pool.forming.start(spec)
+        if isinstance(formed, messages.StartFailure):
+            return formed
+        missing = formed.missing
         if hint := pool.word_rejoin_hint():
             missing += (f"{len(pool.present_nodes)} of {config.max_nodes} nodes have come. {hint}",)
-        return replace(started, hosts=self._hosts, missing=missing)
+        return self._notebook.record.record_start(replace(formed, missing=missing), self._hosts)
 
     async def _open_pool(self, config: WorldConfig) -> NodePool:
         """Return a pool of the requested machines, each with an agent.
@@ -441,20 +442,21 @@ class Head:
         if (pool := self._pool) is None or (spec := pool.forming.spec) is None:
             return None
         if isinstance(request, messages.Heal):
-            healed = await self._heal(pool, spec)
+            formed = await self._heal(pool, spec)
         else:
-            healed = await self._resize(request, pool, spec)
-        self._node_of = nodes_of(healed.spec)
+            formed = await self._resize(request, pool, spec)
+        self._node_of = nodes_of(formed.spec)
         # Report the hosts even if the change has failed, because ranks may have moved.
-        return replace(healed, hosts=self._hosts, rejoin_hint=pool.word_rejoin_hint())
+        hint = pool.word_rejoin_hint()
+        return self._notebook.record.record_change(formed, self._hosts, hint)
 
-    async def _heal(self, pool: NodePool, spec: WorldSpec) -> messages.Healed:
+    async def _heal(self, pool: NodePool, spec: WorldSpec) -> Formation:
         """Heal the world on the nodes that are not lost; repeat this if a node is lost meanwhile.
 
         The ranks of lost nodes are started on other nodes. If there is no room for them, the world
         becomes smaller.
         """
-        forming = pool.forming
+        forming, change = pool.forming, Renumbering.none(spec.world_size)
         for _ in range(1 + len(pool.nodes)):  # in each round but the last a node may be lost
             nodes = pool.present_nodes
             spec = forming.spec or spec
@@ -463,20 +465,21 @@ class Head:
             with suppress(CannotStart):  # heal all the same: a cell will fail if it lacks a file
                 await self._send_code()
             if not keep:
-                state = *forming.pids_and_logs(), forming.spec or spec
-                healed = messages.Healed(*state, "all machines are lost")
+                formed = forming.unchanged(problem="all machines are lost")
                 break
             whole = len(keep) == size
-            healed = await (forming.heal(spec) if whole else forming.scale(spec, keep))
-            if not healed.problem or pool.present_nodes == nodes:
+            formed = await (forming.heal(spec) if whole else forming.scale(spec, keep))
+            change = change.then(formed.change)
+            if not formed.problem or pool.present_nodes == nodes:
                 break
-        if healed.problem and (reason := await pool.exit_reason()) and reason not in healed.problem:
-            healed = replace(healed, problem=f"{healed.problem}: {reason}")
-        return healed
+        problem = formed.problem
+        if problem and (reason := await pool.exit_reason()) and reason not in problem:
+            problem = f"{problem}: {reason}"
+        return replace(formed, change=change, problem=problem)
 
     async def _resize(
         self, request: messages.Scale | messages.Grow, pool: NodePool, before: WorldSpec
-    ) -> messages.Healed:
+    ) -> Formation:
         """Change the number of ranks of the world, whose spec is `before`.
 
         A `Scale` says how many ranks the world gets. A `Grow` adds ranks on machines that have
@@ -491,8 +494,7 @@ class Head:
             await self._send_code()
             spec = resized(before, size, keep, room_of(pool.config, pool.present_nodes))
         except (NoSlots, CannotStart) as error:
-            whereabouts = pool.forming.pids_and_logs()
-            return messages.Healed(*whereabouts, before, not_scaled=str(error))
+            return pool.forming.unchanged(not_scaled=str(error))
         if isinstance(request, messages.Scale):
             # Record the size that the user has requested, so that the world does not grow beyond it
             # when machines join later.

@@ -23,6 +23,7 @@ from nbdist.wire.places import RankPosition
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.status import Usage
 from nbdist.wire.work import InputReply, Task
+from nbdist.wire.world_facts import Renumbering, WorldFacts
 
 # --- the notebook's code ----------------------------------------------------------------------
 
@@ -57,7 +58,7 @@ class Landmark(NamedTuple):
 
 
 class StartWorld(NamedTuple):
-    """Start all workers and form their group; answered by `WorldStarted` or `StartFailure`."""
+    """Start all workers and form their group; answered by `WorldFacts` or `StartFailure`."""
 
     spec: WorldSpec
 
@@ -197,24 +198,6 @@ RequestBody = ReadRequest | Change | GetCode | PutCode
 
 
 @dataclass(frozen=True, slots=True)
-class WorldStarted:
-    """The answer to `StartWorld`: all ranks run and, unless the backend is None, share a group.
-
-    The mappings are by rank.  `logs` has the paths of log folders, "" for a rank without a folder.
-    `missing` has sentences for the user: one for each name that nbdist needs and that the workers'
-    torch or IPython lacks, and one about machines that have not come.  `hosts` is empty if no head
-    manages the workers.  `spec` describes the world that was started; it is None in the answer to a
-    `StartPart`.
-    """
-
-    pids: Mapping[int, int]
-    logs: Mapping[int, str]
-    missing: tuple[str, ...] = ()
-    hosts: Mapping[int, str] = field(default_factory=dict)
-    spec: WorldSpec | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class StartFailure:
     """A rank could not start; if `rank` is None, an agent could not.  All workers have been ended.
 
@@ -233,19 +216,16 @@ class StartFailure:
 class Healed:
     """The answer to `Heal`, `Scale` and `Grow`: the world after its group was formed again.
 
-    `problem` says why not all ranks share the group, or is "" if all share it.  `not_scaled` says
-    why the number of ranks was not changed, or is "" if the number was changed or if no change was
-    requested.  `rejoin_hint` tells the user how lost machines can join again.  `spec` describes the
-    world as it is now; `pids`, `logs` and `hosts` are by rank, as in `WorldStarted`.
+    `change` says which new number each rank has.  `replaced` has, by new number, the deaths of the
+    ranks in whose place new workers have joined the group; it is empty if the group is not whole.
+    `not_scaled` says why the number of ranks was not changed, or is "" if the number was changed or
+    if no change was requested.
     """
 
-    pids: Mapping[int, int]
-    logs: Mapping[int, str]
-    spec: WorldSpec
-    problem: str = ""
+    facts: WorldFacts
+    change: Renumbering
+    replaced: Mapping[int, Died] = field(default_factory=dict)
     not_scaled: str = ""
-    hosts: Mapping[int, str] = field(default_factory=dict)
-    rejoin_hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,34 +426,22 @@ class AttachedTask(NamedTuple):
     ended: Mapping[int, float]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Attached:
     """Agent to notebook: the world that the notebook attaches to.
 
-    Sent after the `Hello`; the outputs that the agent has recorded follow.  Not frozen, because the
-    agent keeps its own object of this class up to date (`nbdist.agent.world_record`).
+    Sent after the `Hello`; the outputs that the agent has recorded follow.
     """
 
+    facts: WorldFacts
     memory: HandoverState
-    spec: WorldSpec | None = None
-    # By rank, as in `WorldStarted`.
-    pids: Mapping[int, int] = field(default_factory=dict)
-    logs: Mapping[int, str] = field(default_factory=dict)
-    hosts: Mapping[int, str] = field(default_factory=dict)
-    # Machines that have joined since the last `Grow`, and on which ranks could be started.
-    came: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()  # as in `WorldStarted`
-    # If False, the group must be formed again, as after collectives were aborted.
-    is_whole: bool = True
-    dead: dict[int, Died] = field(default_factory=dict)  # ranks that have not been replaced
     # By rank: the variables that tasks have bound.  An imported name has its module, as in
     # `Done.imported`; all other names have None.
-    bound: dict[int, dict[str, str | None]] = field(default_factory=dict)
-    tasks: tuple[AttachedTask, ...] = ()  # in the order in which the tasks were sent
-    next_call: int = 1  # the id that the notebook's next `AgentRequest` must have
-    forgotten: int = 0  # how many tasks there were before `tasks`, whose outputs are gone
-    # When the previous notebook detached, in seconds since 1970.
-    since: float = 0.0
+    bound: Mapping[int, Mapping[str, str | None]]
+    tasks: tuple[AttachedTask, ...]  # in the order in which the tasks were sent
+    next_call: int  # the id that the notebook's next `AgentRequest` must have
+    forgotten: int  # how many tasks there were before `tasks`, whose outputs are gone
+    since: float  # when the previous notebook detached, in seconds since 1970
 
 
 class AgentReply(NamedTuple):

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_origin
 
 from nbdist.output.events import Output
-from nbdist.topology import Slots
 from nbdist.values.payload import SegmentRef
 from nbdist.wire.control import HeldGroups, StepCount
 from nbdist.wire.frames import BadFrame, fits, pack, unpack
-from nbdist.wire.messages import AgentReply, AgentRequest, Down, StartFailure, Up, WorldStarted
+from nbdist.wire.messages import AgentReply, AgentRequest, Down, StartFailure, Up
 from nbdist.wire.places import RankPosition
 from nbdist.wire.spec import Versions, WorldSpec
 from nbdist.wire.store import Operation
@@ -27,9 +26,6 @@ from nbdist.wire.transfer import Drop, Fetch, SegmentPiece
 
 Groups = Mapping[str, tuple[int, ...]]
 """The ranks of each group besides the world's own, by the name of the group."""
-
-Processes = Mapping[int, tuple[int, int]]
-"""By rank: the number of its node, and its process id there."""
 
 
 class LiveRanks(NamedTuple):
@@ -44,20 +40,18 @@ class LiveRanks(NamedTuple):
 
 
 class Formed(NamedTuple):
-    """The answer to `Form`: a machine's process ids and log folders by rank, and its live ranks.
+    """The answer to `StartPart` and `Form`: a machine's process ids and log folders, by rank.
 
-    `problem` says why the ranks of the machine did not form the group, "" if they formed the group.
+    `alive` are the machine's live ranks.  `problem` says why the ranks of the machine did not form
+    the group, "" if they formed the group.  `missing` is as in `WorldFacts`; it is empty in the
+    answer to `Form`.
     """
 
     pids: Mapping[int, int]
     logs: Mapping[int, str]
     alive: tuple[int, ...]
     problem: str = ""
-
-
-def processes(pids: Mapping[int, int], slots: Slots) -> Processes:
-    """Return the node and the process id of each rank; a process id is unique only in its node."""
-    return {rank: (slots[rank].node if slots else 0, pid) for rank, pid in pids.items()}
+    missing: tuple[str, ...] = ()
 
 
 # --- nodes that join ------------------------------------------------------------------------------
@@ -174,7 +168,7 @@ class HoldRanks(PartRequest[Mapping[int, StepCount | None]]):
 
 
 @dataclass(frozen=True, slots=True)
-class StartPart(PartRequest[WorldStarted | StartFailure]):
+class StartPart(PartRequest[Formed | StartFailure]):
     """Start the workers of `ranks` on the machine.
 
     If a worker cannot start, or if a `CallOff` comes in time, the agent ends all workers that it

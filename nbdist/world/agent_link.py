@@ -63,16 +63,16 @@ WorldNotice = (
     | messages.NodeJoined
     | messages.UnresponsiveHosts
 )
-LinkEvent = messages.RankOutput | BatchAcknowledged | WorldNotice | AgentLost
+LinkEvent = messages.RankOutput | BatchAcknowledged | WorldNotice | messages.Healed | AgentLost
 
 
 class Link:
     """A connection to the agent or head of a world.
 
-    `arrived` has the events that the consumer, `nbdist.world.inbox`, has yet to handle; replies to
-    calls are not among them.  `idle_signal` is a descriptor for an event loop.  It becomes readable
-    after an event that must be handled even while no cell runs, and after every event if
-    `signals_all_messages` is True.
+    `arrived` has the events that the consumer, `nbdist.world.inbox`, has yet to handle.  Of replies
+    to calls, only each `Healed` is among these events.  `idle_signal` is a descriptor for an event
+    loop.  It becomes readable after an event that must be handled even while no cell runs, and
+    after every event if `signals_all_messages` is True.
     """
 
     def __init__(
@@ -392,6 +392,10 @@ class Link:
             case Attached() as attached:
                 self._attached.set_result(attached)
             case AgentReply(number, reply):
+                # The consumer handles this reply in its order among the messages about deaths, and
+                # even if Stop has ended the call.
+                if isinstance(reply, messages.Healed):
+                    self._add_arrived(reply)
                 if (answer := self._answers.get(number)) is not None:
                     answer.set_result(reply)
             case messages.Outputs(items):

@@ -106,10 +106,9 @@ class Engine:
 
     def __init__(self, config: WorldConfig, attached: Attached | None = None) -> None:
         """Make the spec of a new world and start nothing; or use the spec of an attached world."""
-        spec, notes = attached.spec if attached else None, StartNotes()
-        if spec is None:
-            spec, notes = new_spec(config)
-        self.start_notes = notes
+        spec, self.start_notes = (
+            (attached.facts.spec, StartNotes()) if attached else new_spec(config)
+        )
         self._state = WorldState.STOPPED
         self.rank_table, self.task_table = RankTable(spec), TaskTable()
         self.connection = AgentConnection()
@@ -209,10 +208,12 @@ class Engine:
     def apply_healed(self, healed: Healed) -> None:
         """Update processes, spec and tables by rank after the agent has tried to form the group.
 
-        There may be more or fewer workers than before, and ranks may have other numbers.
+        There may be more or fewer workers than before, and ranks may have other numbers.  Each
+        answer of the agent must be applied, also that to a request for which nobody waits any more.
         """
-        was_elsewhere = self.rank_table.is_elsewhere
-        change = self.rank_table.apply_healed(healed)
+        was_elsewhere, change = self.rank_table.is_elsewhere, healed.change
+        if not self.rank_table.apply_healed(healed):
+            return
         if change.before != change.after and not was_elsewhere:
             self.config = self.config.with_size(change.after)
         if change.before != change.after or change.moved:
@@ -221,15 +222,15 @@ class Engine:
             self.setup.renumber(change)
             self.past.renumber(change)
 
-    def replace_dead(
+    def settle_changes(
         self, made: Collection[str], brought: Mapping[int, Collection[str]]
     ) -> tuple[int, ...]:
-        """Record that dead ranks were replaced by new processes, and return these ranks.
+        """Record that the group is whole again; return the ranks that were replaced for that.
 
         `made` are names that the tasks in which the ranks died have bound, and `brought` has by
         rank the names that were sent with these tasks: see `NameTable.record_replaced`.
         """
-        ranks = self.rank_table.replace_dead()
+        ranks = self.rank_table.settle_changes()
         self.names.record_replaced(ranks, made, brought)
         self.task_table.failed_runs = []
         return ranks

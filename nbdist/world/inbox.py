@@ -58,6 +58,8 @@ def receive_waiting(engine: Engine) -> None:
                 handle_agent_loss(engine, lost)
             case BatchAcknowledged() as batch:
                 link.acknowledge(batch)
+            case messages.Healed() as healed:
+                engine.apply_healed(healed)
             case messages.NodeJoined(host):
                 engine.rank_table.joined[host] = None
             case (rank, task_id, output):

@@ -18,6 +18,7 @@ from nbdist.config import LOCAL
 from nbdist.errors import AgentLost, StartError
 from nbdist.wire import messages
 from nbdist.wire.messages import Attached, BatchAcknowledged, Starting
+from nbdist.wire.world_facts import WorldFacts
 from nbdist.words import count
 from nbdist.world.agent_link import CALL_TIMEOUT, Link
 from nbdist.world.agents import module_of
@@ -60,10 +61,10 @@ def starting(engine: Engine) -> Iterator[Starting]:
         match started := (yield from connection.link.calling(request, timeout)):
             case messages.StartFailure(rank, host, command, reason, last_lines):
                 raise StartError(rank, host, command, reason, last_lines)
-        assert isinstance(started, messages.WorldStarted)
-        # A head returns the final spec, because the machines that have come determine the size.
-        table.spec, engine.start_notes.missing = started.spec or table.spec, started.missing
-        table.record_processes(started, connection.link.agent.host)
+        assert isinstance(started, WorldFacts)
+        # The facts of a head have the final spec: the machines that have come determine the size.
+        table.apply(started, connection.link.agent.host)
+        engine.start_notes.missing = started.missing
         # Other machines have come since the first `send_changes`, and may not share the folder.
         if engine.code is not None and table.is_elsewhere:
             yield from engine.code.send_changes(connection.link.calling, to_new=True)
@@ -161,23 +162,22 @@ def attach(engine: Engine, link: Link, attached: Attached, namespace: dict[str, 
     `attached` is the agent's description of the world; `namespace` has the notebook's variables.
     """
     engine.connection.adopt(link)
-    engine.names, table = NameTable(namespace), engine.rank_table
-    engine.names.record_attached(attached.bound, attached.pids)
-    engine.start_notes.missing, table.dead = attached.missing, dict(attached.dead)
-    table.joined = dict.fromkeys(attached.came)
+    engine.names, facts = NameTable(namespace), attached.facts
+    engine.names.record_attached(attached.bound, facts.pids)
+    engine.start_notes.missing = facts.missing
     engine.past.forgotten = attached.forgotten
     # The agent holds the shared memory with the values that the set-up cells use.
     engine.setup.tasks |= dict(attached.memory.setup)
-    table.record_processes(attached, link.agent.host)
+    engine.rank_table.apply(facts, link.agent.host)
     engine.advance(Event.START)
     engine.advance(Event.STARTED)
     for task in attached.tasks:
         running = TaskRun.from_attached(attached, task, engine.members)
         engine.task_table.runs.append(running)
         engine.task_table.last = running
-    if attached.dead:
+    if facts.dead:
         engine.advance(Event.RANK_DIED)
-    if not attached.is_whole:
+    if not facts.is_whole:
         engine.advance(Event.ABORTED)
     # The agent first sends all outputs that the last notebook has not received, and then answers
     # this request.  Without these outputs, the ranks of a task that has ended would seem busy.

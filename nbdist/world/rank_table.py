@@ -1,7 +1,7 @@
 """The table of a world's ranks: their processes, machines and deaths, and which were renumbered.
 
-Runs in the notebook's process and does no I/O.  The agent owns the workers; the table is the
-notebook's copy of what the agent has said about them.
+Runs in the notebook's process and does no I/O.  The agent or head owns the facts about the workers
+(`WorldFacts`); the table is the notebook's copy of them.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from typing import Any
 
 from nbdist.config import OnFailure
 from nbdist.output.events import Died
-from nbdist.wire.messages import Attached, Healed, Reply, WorldStarted
-from nbdist.wire.node_messages import processes
+from nbdist.wire.messages import Healed, Reply
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.status import WorkerStatus
-from nbdist.world.states import Machines, Renumbering, compare
+from nbdist.wire.world_facts import Renumbering, WorldFacts
+from nbdist.world.states import Machines
 
 
 class RankTable:
     """The ranks of a world: the spec of the world, and by rank the process, machine and death.
+
+    `apply` copies the facts that the agent or head has sent.  Until it sends other facts, messages
+    about single deaths and machines change `dead` and `joined`.
 
     `dead` has the deaths of ranks that were not replaced yet.  `replaced` has the deaths of ranks
     that were replaced, until a message tells the user.  `joined` has the names of machines that
@@ -43,7 +46,11 @@ class RankTable:
         # What was done last about a broken group.  A restart of ranks that the user has requested
         # counts as "heal", whatever the option `--on-failure` says.
         self.last_policy: OnFailure = "heal"
-        self.renumbering = Renumbering(0, 0, {})  # the change when the group was last formed again
+        # The changes of numbers by the last attempts to form the group, since it was whole before.
+        self.renumbering = Renumbering.none(spec.world_size)
+        self._newly_replaced: dict[int, Died] = {}  # by changes since the last `settle_changes`
+        self._is_settled = True
+        self._last_applied: Healed | None = None
         self._renumbered: Renumbering | None = None  # all changes since `pop_renumbering`
 
     def __repr__(self) -> str:
@@ -74,43 +81,49 @@ class RankTable:
         """Forget deaths, new machines and new numbers of earlier workers, before a start."""
         self.dead, self.replaced, self.told_deaths = {}, {}, set()
         self.joined, self._renumbered = {}, None
+        self._newly_replaced, self._is_settled = {}, True
 
-    def record_processes(self, reply: WorldStarted | Healed | Attached, host: str) -> None:
-        """Store the processes, log folders and machines of all ranks.
+    def apply(self, facts: WorldFacts, host: str) -> None:
+        """Copy the facts that the agent or head has sent.
 
-        All ranks are on `host` unless the message names their machines.
+        `host` is the machine of all ranks if no head manages the workers.
         """
-        self.pids, self.logs, self.is_elsewhere = reply.pids, reply.logs, bool(reply.hosts)
+        self.spec, self.pids, self.logs = facts.spec, facts.pids, facts.logs
+        self.is_elsewhere = bool(facts.hosts)
         one = Machines.one(host, self.size)
-        self.machines = Machines.of(reply.hosts, self.spec) if reply.hosts else one
+        self.machines = Machines.of(facts.hosts, self.spec) if facts.hosts else one
+        self.problem, self.rejoin_hint = facts.problem, facts.rejoin_hint
+        self.dead, self.joined = dict(facts.dead), dict.fromkeys(facts.joined)
 
-    def apply_healed(self, healed: Healed) -> Renumbering:
-        """Store the spec and the processes after the agent has tried to form the group again.
+    def apply_healed(self, healed: Healed) -> bool:
+        """Copy the facts after the agent has tried to form the group again, and note the changes.
 
-        There may be more or fewer workers than before.  Returns the change of the ranks' numbers.
+        There may be more or fewer workers than before.  Return False, and note no changes, if this
+        message was applied before: Stop may have come before the caller could remove the message.
         """
-        now = processes(healed.pids, healed.spec.slots)
-        change = compare(processes(self.pids, self.spec.slots), now)
-        self.problem, self.rejoin_hint = healed.problem, healed.rejoin_hint
-        self.spec = healed.spec
-        self.record_processes(healed, self.machines.name(0))
-        # Forget the deaths of ranks beyond the new size, such as of a rank that could not be added.
-        # If numbers have changed, also forget deaths whose number now belongs to another process.
-        self.dead = {
-            rank: died
-            for rank, died in self.dead.items()
-            if rank < change.after and (died.pid == self.pids[rank] or not change.moved)
-        }
-        self.renumbering = change
-        self._renumbered = self._renumbered.then(change) if self._renumbered else change
-        return change
+        self.apply(healed.facts, self.machines.name(0))
+        if healed is self._last_applied:
+            return False
+        change, replaced = healed.change, {**healed.replaced}
+        for rank, died in self._newly_replaced.items():
+            if rank in change.became:
+                replaced.setdefault(change.became[rank], died)
+        last = change if self._is_settled else self.renumbering.then(change)
+        untold = self._renumbered.then(change) if self._renumbered else change
+        # Nothing is called between these lines, so no KeyboardInterrupt by Stop can come.
+        self._last_applied, self._newly_replaced, self._is_settled = healed, replaced, False
+        self.renumbering, self._renumbered = last, untold
+        return True
 
-    def replace_dead(self) -> tuple[int, ...]:
-        """Record that dead ranks were replaced by new processes, and return these ranks."""
-        ranks = tuple(self.dead)
-        self.replaced |= self.dead
-        self.dead = {}
-        return ranks
+    def settle_changes(self) -> tuple[int, ...]:
+        """Record that the group is whole after all changes; return the ranks that were replaced.
+
+        Until this call, `renumbering` combines the changes of several attempts to form the group.
+        """
+        replaced, self._newly_replaced = self._newly_replaced, {}
+        self.replaced |= replaced
+        self._is_settled = True
+        return tuple(replaced)
 
     def pop_replaced(self) -> dict[int, Died]:
         """Return the deaths of the ranks that were replaced since the last call, and clear them."""

@@ -26,7 +26,8 @@ from nbdist.wire.messages import (
 )
 from nbdist.wire.places import LOCATED_TIMEOUT, RankPosition
 from nbdist.wire.work import OpCall, Task
-from nbdist.words import name_ranks, one_line
+from nbdist.wire.world_facts import died_again_text
+from nbdist.words import one_line
 from nbdist.world import hangs, inbox, lifecycle
 from nbdist.world.engine import Engine
 from nbdist.world.outcome_texts import (
@@ -317,7 +318,7 @@ def regroup(engine: Engine, request: Heal | Scale | Grow) -> tuple[tuple[int, ..
     If the ranks share no group afterwards, the state is BROKEN and `RankTable.problem` says why.
     """
     table, running = engine.rank_table, engine.task_table.last
-    replaced, why = tuple[int, ...](), ""
+    replaced, new, why = tuple[int, ...](), set[int](), ""
     table.last_policy = "heal"
     deaths = (
         died for run in engine.task_table.failed_runs for died in run.transcript.deaths.values()
@@ -337,24 +338,22 @@ def regroup(engine: Engine, request: Heal | Scale | Grow) -> tuple[tuple[int, ..
         patience = HEAL_AFTER_STOP if running and running.stop.must_hurry else timeout
         healed = engine.connection.link.call(request, timeout, patience)
         assert isinstance(healed, Healed)
-        # Messages about deaths during the request arrive before the reply.  These ranks were
-        # replaced, too.
-        inbox.receive_waiting(engine)
-        engine.apply_healed(healed)
-        if again := {r for r, died in table.dead.items() if died.pid == healed.pids[r]}:
-            table.problem = f"{name_ranks(again)} died again"
+        inbox.receive_waiting(engine)  # calls `Engine.apply_healed`
+        if table.dead and not table.problem:
+            table.problem = died_again_text(table.dead)
         why = healed.not_scaled
         if not table.problem:
-            outcome, replaced = Event.HEALED, engine.replace_dead(made, brought)
+            outcome, replaced = Event.HEALED, engine.settle_changes(made, brought)
+            new = {*replaced, *table.renumbering.new}
+            if isinstance(request, Scale):
+                # The user does not know that a rank which was being added has died, so show no line
+                # about its death.
+                table.mark_reported(table.renumbering.new)
     except AgentLost as lost:
         outcome, table.problem = Event.AGENT_LOST, ""
         inbox.handle_agent_loss(engine, lost)
     finally:
         engine.advance(outcome)
-    if isinstance(request, Scale):
-        # If a rank that was being added has died, the user does not know it: show no line about it.
-        table.mark_reported(table.renumbering.new)
-    new = {*replaced, *table.renumbering.new}
     if new:
         try:
             record_changes(engine, [rank for rank in table.everyone if rank not in new])

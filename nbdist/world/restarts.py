@@ -16,6 +16,7 @@ from nbdist.topology import RankSelection
 from nbdist.values.payload import open_payload
 from nbdist.wire.messages import Heal, Kill, Scale
 from nbdist.wire.work import OpCall
+from nbdist.wire.world_facts import Renumbering
 from nbdist.words import name_ranks
 from nbdist.world import dispatch, inbox, lifecycle, recovery
 from nbdist.world.agents import module_of
@@ -23,7 +24,6 @@ from nbdist.world.engine import Engine, KeptVariables
 from nbdist.world.name_table import list_names
 from nbdist.world.outcome_texts import broken_error
 from nbdist.world.spec import parse_size, scaled
-from nbdist.world.states import Renumbering
 
 RANKS_KILLED_TIMEOUT = 60.0  # seconds for killed ranks to end; long, as the machine may be busy
 

@@ -1,4 +1,4 @@
-"""Small tables about a world: its states, the machines and numbers of ranks, and open prompts.
+"""Small tables about a world: its states, the machines of ranks, and open prompts.
 
 `Engine`, `RankTable` and `TaskRun` use this module in the notebook's process.  Nothing in it does
 I/O.
@@ -13,7 +13,6 @@ from enum import Enum
 from nbdist.errors import UsageError
 from nbdist.output.events import InputRequest
 from nbdist.topology import parse_ranks
-from nbdist.wire.node_messages import Processes
 from nbdist.wire.spec import WorldSpec
 from nbdist.words import count, format_ranks, name_ranks
 
@@ -148,55 +147,6 @@ class Machines:
 MAX_NAMED_MACHINES = (
     3  # machines that a line names after the first; if there are more, it only counts them
 )
-
-
-@dataclass(frozen=True)
-class Renumbering:
-    """A change of the ranks' numbers.
-
-    `before` and `after` are the old and the new world size.  `became` has the new number of each
-    old rank that still exists; a rank that was restarted in place counts as the same rank.
-    """
-
-    before: int
-    after: int
-    became: Mapping[int, int]
-
-    @property
-    def moved(self) -> Mapping[int, int]:
-        """The new numbers of the ranks whose number has changed, by their old number."""
-        return {old: new for old, new in self.became.items() if old != new}
-
-    @property
-    def was(self) -> Mapping[int, int]:
-        """The old number of each old rank that still exists, by its new number."""
-        return {new: old for old, new in self.became.items()}
-
-    @property
-    def new(self) -> tuple[int, ...]:
-        """The ranks that were added, by their new numbers."""
-        return tuple(rank for rank in range(self.after) if rank not in self.was)
-
-    def then(self, later: Renumbering) -> Renumbering:
-        """Return one change that has the same effect as this change and then `later`."""
-        became = {old: later.became[now] for old, now in self.became.items() if now in later.became}
-        return Renumbering(self.before, later.after, became)
-
-    def of(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the new numbers of old ranks, sorted, without the ranks that are gone."""
-        return tuple(sorted(self.became[rank] for rank in ranks if rank in self.became))
-
-
-def compare(before: Processes, after: Processes) -> Renumbering:
-    """Return the change of the ranks' numbers; both arguments have the processes by rank.
-
-    A new process with the number of a process that is gone counts as the same rank.
-    """
-    now = {process: rank for rank, process in after.items()}
-    became = {rank: now[process] for rank, process in before.items() if process in now}
-    taken = {*became.values()}
-    replaced = before.keys() - became.keys() - taken & after.keys()
-    return Renumbering(len(before), len(after), {**became, **{rank: rank for rank in replaced}})
 
 
 def size_text(size: int, moved: Mapping[int, int]) -> str:

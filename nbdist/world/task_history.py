@@ -17,9 +17,9 @@ from typing import Literal
 from nbdist.output.rank_transcript import RichDisplay
 from nbdist.values.payload import Segment
 from nbdist.wire.work import Attempt, CellCode, OpCall, Task
+from nbdist.wire.world_facts import Renumbering
 from nbdist.world.name_table import Sent
 from nbdist.world.sent_objects import Parcel
-from nbdist.world.states import Renumbering
 from nbdist.world.task_run import TaskRun
 
 ANY = -1

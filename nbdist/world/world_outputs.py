@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.output.curves import Curves
 from nbdist.output.events import Comm, Output
-from nbdist.world.states import Renumbering
+from nbdist.wire.world_facts import Renumbering
 
 if TYPE_CHECKING:
     from nbdist.world.widgets import Widgets

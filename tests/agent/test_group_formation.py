@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from nbdist.agent.group_formation import HEAL_TRIES, GroupFormation, groups_to_keep
+from nbdist.agent.group_formation import HEAL_TRIES, Formation, GroupFormation, groups_to_keep
 from nbdist.topology import Position
 from nbdist.wire import node_messages as asks
 from nbdist.wire.control import HeldGroups
-from nbdist.wire.messages import StartFailure, WorldStarted
+from nbdist.wire.messages import StartFailure
 from nbdist.wire.node_messages import Groups
 from nbdist.wire.spec import WorldSpec
+from nbdist.wire.world_facts import Renumbering
 
 KILLED = "it was killed by SIGKILL"
 
@@ -71,14 +72,15 @@ class FakePart:
                 self._pids = {became[rank]: pid for rank, pid in self._pids.items()}
         return None
 
-    async def _start(self, spec: WorldSpec, ranks: Sequence[int]) -> WorldStarted | StartFailure:
+    async def _start(self, spec: WorldSpec, ranks: Sequence[int]) -> asks.Formed | StartFailure:
         """Start ranks, or fail if `fails` is set, at once or when the start is called off."""
         self.asked.append(f"start {[*ranks]}")
         why = await self._called_off(1) or self.fails
         if why:
             return StartFailure(ranks[0], f"node{self._node}", "", why, ())
         self._have(spec, ranks, ranks, {})
-        return WorldStarted({**self._pids}, dict.fromkeys(ranks, ""), ("no nccl",))
+        folders = dict.fromkeys(ranks, "")
+        return asks.Formed({**self._pids}, folders, (*ranks,), missing=("no nccl",))
 
     async def _form(self, plan: asks.Form) -> asks.Formed:
         """Form a group, or report a problem, at once or when the forming is called off."""
@@ -139,7 +141,7 @@ class TwoParts:
         self.one, self.other = FakePart(0), FakePart(1)
         self.forming = GroupFormation({0: self.one, 1: self.other})
 
-    async def start(self, size: int = 4) -> WorldStarted | StartFailure:
+    async def start(self, size: int = 4) -> Formation | StartFailure:
         """Start the world, and forget the requests of the start."""
         started = await self.forming.start(spec_of(size))
         self.one.take_asked(), self.other.take_asked()
@@ -172,9 +174,9 @@ def test_groups_are_kept_unless_a_survivor_has_another_size_or_rank(
 async def test_two_nodes_start_at_once_or_not_at_all(world: TwoParts) -> None:
     """Each node starts its own ranks; if a node fails, the start of the other is called off."""
     started = await world.forming.start(spec_of(4))
-    assert started == WorldStarted(
-        *({0: 1, 1: 101, 2: 2, 3: 102}, dict.fromkeys(range(4), ""), ("no nccl",)),
-        spec=spec_of(4),
+    assert started == Formation(
+        *(spec_of(4), {0: 1, 1: 101, 2: 2, 3: 102}, dict.fromkeys(range(4), "")),
+        *(Renumbering.none(4), "", "", ("no nccl",)),
     )
     assert world.one.take_asked() == ["start [0, 2]"]
     assert world.other.take_asked() == ["start [1, 3]"]
@@ -191,6 +193,7 @@ async def test_a_dead_rank_is_replaced_on_its_node(world: TwoParts) -> None:
     world.other.alive[3] = HeldGroups(3, 4, {"pair": (2, 3)})
     healed = await world.forming.heal()
     assert (healed.problem, dict(healed.pids)) == ("", {0: 1, 1: 101, 2: 3, 3: 102})
+    assert healed.change == Renumbering.none(4)
     assert world.one.asked == ["prepare [2]", "form 2 of [0, 2] with ['pair']"]
     assert world.other.asked == ["form 2 of [1, 3] with ['pair']"]
 
@@ -234,10 +237,11 @@ async def test_scaling_adds_and_removes_ranks(world: TwoParts) -> None:
     await world.start(2)
     grown = await world.forming.scale(spec_of(3), (0, 1))
     assert (grown.not_scaled, [*grown.pids]) == ("", [0, 1, 2])
+    assert grown.change == Renumbering(2, 3, {0: 0, 1: 1})
     assert world.one.take_asked() == [*("prepare [2]", "prepare [2]", "form 2 of [0, 2] with None")]
     assert world.other.take_asked() == ["form 2 of [1] with None"]
     shrunk = await world.forming.scale(spec_of(1), (0,))
-    assert [*shrunk.pids] == [0]
+    assert ([*shrunk.pids], shrunk.change) == ([0], Renumbering(3, 1, {0: 0}))
     assert world.one.asked == ["end [2]", "form 3 of [0] with None"]
     assert world.other.asked == ["end [1]"]
     await world.forming.stop(1.0)
@@ -251,3 +255,15 @@ async def test_a_failed_scale_keeps_the_old_ranks(world: TwoParts, what: dict[st
     vars(world.other).update(what)
     kept = await world.forming.scale(spec_of(4), (0, 1))
     assert (kept.not_scaled, [*kept.pids]) == ("no room", [0, 1])
+    assert kept.change == Renumbering.none(2)
+
+
+async def test_a_rank_that_moves_and_dies_is_a_new_rank(world: TwoParts) -> None:
+    """The answer to a scale says which number each rank has, unless the rank was started anew."""
+    await world.start()
+    moved = await world.forming.scale(spec_of(2), (0, 3))
+    assert (moved.problem, moved.pids[1], moved.change.became) == ("", 102, {0: 0, 3: 1})
+    await world.forming.scale(spec_of(4), (0, 1))
+    world.other.problems = ["rank 1 died"]
+    fewer = await world.forming.scale(spec_of(2), (0, 3))
+    assert (fewer.problem, fewer.change.became, fewer.change.new) == ("", {0: 0}, (1,))

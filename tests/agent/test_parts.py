@@ -22,7 +22,7 @@ from nbdist.cluster.node import Node
 from nbdist.topology import Position
 from nbdist.wire import node_messages as asks
 from nbdist.wire.control import HeldGroups
-from nbdist.wire.messages import AgentRequest, WorldStarted
+from nbdist.wire.messages import AgentRequest
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.store import HostedStore, Operation, StoreReply
 from tests.agent.sources import Source, worker_start
@@ -128,8 +128,9 @@ async def test_ranks_of_a_part_are_replaced_and_renumbered(tried: Tried, spec: W
     """A part starts, replaces, renumbers and ends ranks; live ranks keep their processes."""
     part = tried.part
     started = await part.execute(asks.StartPart(spec, (0, 1), 1))
-    assert isinstance(started, WorldStarted)
+    assert isinstance(started, asks.Formed)
     assert (started.pids.keys(), started.logs) == ({0, 1}, {0: "", 1: ""})
+    assert sorted(started.alive) == [0, 1]
     held = [HeldGroups(rank, 2, {}) for rank in (0, 1)]
     assert await part.execute(asks.GetHeld()) == asks.LiveRanks(dict(enumerate(held)))
     await tried.kill(1)
@@ -180,7 +181,7 @@ async def test_a_silent_survivor_is_ended(
     monkeypatch.setattr(worker_group, "CALLED_OFF_GRACE", 0.1)
     alone = replace(spec, world_size=1, slots=spec.slots[:1])
     started = await tried.part.execute(asks.StartPart(alone, (0,), 1))
-    assert isinstance(started, WorldStarted)
+    assert isinstance(started, asks.Formed)
     os.kill(started.pids[0], signal.SIGSTOP)
     formed = await tried.part.execute(asks.Form(alone, (0,), 1, 2, 1, (), {}))
     assert (formed.alive, formed.problem) == ((), "a rank did not answer")

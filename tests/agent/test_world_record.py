@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from nbdist.agent.group_formation import Formation
 from nbdist.agent.world_record import (
     MAX_RECORD_LINE_LENGTH,
     MAX_RECORD_LINES,
@@ -24,13 +25,20 @@ from nbdist.wire.places import RankPosition
 from nbdist.wire.queries import Inspection, from_line, to_line
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.work import CellCode, InputReply, Task
+from nbdist.wire.world_facts import Renumbering, WorldFacts
 
 
 def spec(size: int = 2) -> WorldSpec:
     return WorldSpec(size, "gloo", {}, "/", (), 1, "python", config=WorldConfig(name="exp"))
 
 
-STARTED = messages.WorldStarted({0: 10, 1: 11}, {0: "", 1: ""}, spec=spec())
+def formed(*pids: int, **fields: Any) -> Formation:
+    """Return the result of an attempt after which the ranks have these process ids."""
+    size, folders = len(pids), dict.fromkeys(range(len(pids)), "")
+    change = fields.pop("change", Renumbering.none(size))
+    return Formation(spec(size), dict(enumerate(pids)), folders, change, **fields)
+
+
 DONE = Done("ok", 1.0, frozenset({"x"}))
 
 
@@ -41,13 +49,23 @@ class Lab:
         self.record = WorldRecord()
         self._calls = 0
         self.record.record_received(messages.HandoverState(WorldConfig(detach=detach)))
-        self.ask(messages.StartWorld(spec()), STARTED)
+        self.ask(messages.StartWorld(spec()))
+        self.reply(self.record.record_start(formed(10, 11)))
 
-    def ask(self, request: Any, reply: Any = None) -> None:
+    def ask(self, request: Any) -> None:
         self._calls += 1
         self.record.record_received(messages.AgentRequest(self._calls, request))
-        if reply is not None or isinstance(request, messages.StopWorld):
-            self.record.record_sent(messages.AgentReply(self._calls, reply))
+
+    def reply(self, reply: Any = None) -> None:
+        """Answer the last request."""
+        self.record.record_sent(messages.AgentReply(self._calls, reply))
+
+    def change(self, request: Any, result: Formation, **facts: Any) -> messages.Healed:
+        """Change the world as the notebook requests, and return the answer to the notebook."""
+        self.ask(request)
+        healed = self.record.record_change(result, **facts)
+        self.reply(healed)
+        return healed
 
     def run(self, name: str = "task", *ranks: int, packed: bytes = b"") -> None:
         self.record.record_received(messages.RunTask(name, ranks or (0, 1), packed))
@@ -78,11 +96,13 @@ def test_a_world_exists_from_start_to_stop(lab: Lab) -> None:
     """A world exists while its workers start, until the workers stop or fail to start."""
     lab.record.record_received(messages.AgentRequest(7, messages.GetStatus()))
     there = lab.there
+    assert there.facts == WorldFacts(spec(), {0: 10, 1: 11}, {0: "", 1: ""})
     # The next call gets a new number: answers to old calls are for nobody.
-    assert (there.pids, there.spec, there.tasks, there.next_call) == (STARTED.pids, spec(), (), 8)
-    assert (there.is_whole, there.dead, lab.said, lab.record.state) == (True, {}, [], "ready")
+    assert (there.tasks, there.next_call) == ((), 8)
+    assert (lab.said, lab.record.state) == ([], "ready")
     lab.ask(messages.StopWorld(1.0))
-    assert not lab.record.has_world
+    lab.reply()
+    assert (lab.record.has_world, lab.record.facts) == (False, WorldFacts(spec()))
     lab.ask(messages.StartWorld(spec()))
     assert (lab.record.has_world, bool(lab.record.pending_calls)) == (True, True)
     lab.record.record_sent(messages.AgentReply(3, messages.StartFailure(0, "", "", "", ())))
@@ -136,7 +156,7 @@ def test_tasks_side_by_side_are_replayed_until_each_has_finished(lab: Lab) -> No
     assert (lab.record.state, lab.there.forgotten) == ("busy", 1)
     lab.begin(3, 1)
     lab.say(0, Died(-9, 1, pid=10), "task2")
-    assert (lab.record.running_ranks, [*lab.there.dead]) == ({1}, [0])
+    assert (lab.record.running_ranks, [*lab.there.facts.dead]) == ({1}, [0])
     found = lab.record.tasks
     assert (found.last.ranks, found.failed.ranks, found.failed.troubles[0].rank) == ((1,), (0,), 0)
 
@@ -145,12 +165,42 @@ def test_dead_ranks_stay_dead_until_replaced(lab: Lab) -> None:
     """Ranks are dead until new processes replace their workers, and their names are forgotten."""
     lab.run()
     lab.say(0, DONE)
-    lab.say(1, Died(-9, 1, pid=11))
+    lab.say(1, DONE)
+    died = Died(-9, 1, pid=11)
+    lab.say(1, died)
     lab.record.mark_all_acknowledged()
-    assert (lab.record.state, [*lab.there.dead]) == ("broken", [1])
-    lab.ask(messages.Heal(), messages.Healed({0: 10, 1: 12}, {0: "", 1: ""}, spec()))
-    assert (lab.there.dead, lab.there.pids) == ({}, {0: 10, 1: 12})
-    assert lab.there.bound == {0: {"x": None}}
+    assert (lab.record.state, [*lab.there.facts.dead]) == ("broken", [1])
+    failed = lab.change(messages.Heal(), formed(10, 12, problem="no"))
+    assert (failed.facts.dead, failed.replaced, failed.facts.problem) == ({1: died}, {}, "no")
+    healed = lab.change(messages.Heal(), formed(10, 13), hosts={0: "a", 1: "b"}, rejoin_hint="come")
+    assert (healed.facts, healed.replaced) == (lab.there.facts, {1: died})
+    assert healed.facts == WorldFacts(
+        *(spec(), {0: 10, 1: 13}, {0: "", 1: ""}, {0: "a", 1: "b"}), rejoin_hint="come"
+    )
+    assert (lab.there.bound, lab.record.state) == ({0: {"x": None}}, "ready")
+
+
+def test_a_new_worker_that_dies_at_once_breaks_the_group(lab: Lab) -> None:
+    """A group is not whole if a rank of it has died before the answer, and no rank is replaced."""
+    lab.say(0, Died(-9, 1, pid=10))
+    lab.say(1, again := Died(-9, 1, pid=12))
+    healed = lab.change(messages.Heal(), formed(13, 12))
+    assert (healed.facts.is_whole, healed.facts.problem) == (False, "rank 1 died again")
+    assert ([*healed.facts.dead], healed.facts.dead[1], healed.replaced) == ([0, 1], again, {})
+    assert lab.record.state == "broken"
+    assert [*lab.change(messages.Heal(), formed(13, 14)).replaced] == [0, 1]
+
+
+def test_deaths_and_names_follow_the_numbers_of_ranks(lab: Lab) -> None:
+    """Ranks keep their names under new numbers; a number's death is not its next rank's death."""
+    lab.change(messages.Scale(spec(3), (0, 1)), formed(10, 11, 12))
+    lab.run("task", 0, 1, 2)
+    for rank in range(3):
+        lab.say(rank, Done("ok", 1.0, frozenset({f"x{rank}"})))
+    lab.say(1, Died(-9, 1, pid=11))
+    healed = lab.change(messages.Heal(), formed(10, 12, change=Renumbering(3, 2, {0: 0, 2: 1})))
+    assert (healed.facts.dead, healed.replaced, healed.change.moved) == ({}, {}, {2: 1})
+    assert lab.there.bound == {0: {"x0": None}, 1: {"x2": None}}
 
 
 @pytest.mark.parametrize(
@@ -159,23 +209,25 @@ def test_dead_ranks_stay_dead_until_replaced(lab: Lab) -> None:
 def test_an_aborted_group_is_broken_until_a_heal(lab: Lab, news: Any) -> None:
     """After an abort the group is not whole until it has been formed again."""
     lab.record.record_sent(news)
-    assert not lab.there.is_whole
-    lab.ask(messages.Heal(), messages.Healed(STARTED.pids, STARTED.logs, spec()))
-    assert lab.there.is_whole
+    assert not lab.there.facts.is_whole
+    lab.change(messages.Heal(), formed(10, 11))
+    assert lab.there.facts.is_whole
 
 
 def test_a_record_follows_the_size_of_its_world(lab: Lab) -> None:
     """Only a successful scale changes the spec; a machine that has joined is listed until used."""
-    three = {0: 10, 1: 11, 2: 12}
-    kept = messages.Healed(STARTED.pids, {}, spec(), not_scaled="no")
-    lab.ask(messages.Scale(spec(4), (0, 1)), kept)
-    assert lab.there.spec == spec()
-    lab.ask(messages.Scale(spec(3), (0, 1)), messages.Healed(three, {}, spec(3)))
-    assert lab.there.spec == spec(3)
-    lab.record.record_sent(messages.NodeJoined("node3"))
-    assert lab.there.came == ("node3",)
-    lab.ask(messages.Grow(), messages.Healed({**three, 3: 13}, {}, spec(4)))
-    assert (lab.there.came, lab.there.spec) == ((), spec(4))
+    scaled = lab.change(messages.Scale(spec(4), (0, 1)), formed(10, 11, not_scaled="no"))
+    assert (lab.there.facts.spec, scaled.not_scaled) == (spec(), "no")
+    grown = Renumbering(2, 3, {0: 0, 1: 1})
+    lab.change(messages.Scale(spec(3), (0, 1)), formed(10, 11, 12, change=grown))
+    assert lab.there.facts.spec == spec(3)
+    for host in ("node3", "node3"):
+        lab.record.record_sent(messages.NodeJoined(host))
+    assert lab.there.facts.joined == ("node3",)
+    lab.ask(messages.Grow())
+    lab.record.record_sent(messages.NodeJoined("node4"))  # too late for this request
+    lab.reply(lab.record.record_change(formed(10, 11, 12, 13)))
+    assert (lab.there.facts.joined, lab.there.facts.spec) == (("node4",), spec(4))
 
 
 def test_answered_prompts_and_unread_values_are_dropped(lab: Lab) -> None:

@@ -30,7 +30,6 @@ from nbdist.wire.messages import (
     GetStatus,
     RunTask,
     Shutdown,
-    WorldStarted,
 )
 from nbdist.wire.node_messages import (
     Form,
@@ -148,7 +147,7 @@ class SimulatedAgent:
                 return time.time_ns()
             case StartPart(_, ranks):
                 self._ranks = ranks
-                return WorldStarted(self._pids, dict.fromkeys(ranks, ""))
+                return Formed(self._pids, dict.fromkeys(ranks, ""), ranks)
             case LocateRanks(ranks):
                 return {rank: RankPosition() for rank in ranks}
             case GetHeld():

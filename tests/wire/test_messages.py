@@ -6,19 +6,19 @@ import json
 import os
 import pickle
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nbdist.topology import Position
 from nbdist.values.payload import Payload, SegmentRef
 from nbdist.wire import control
 from nbdist.wire.control import Candidate, Completions
 from nbdist.wire.frames import BadFrame, pack
 from nbdist.wire.messages import PART, AgentReply, Landmark, PutCode
-from nbdist.wire.node_messages import NodeHello, node_frames, node_message_from, processes
+from nbdist.wire.node_messages import NodeHello, node_frames, node_message_from
 from nbdist.wire.ops import Mesh
 from nbdist.wire.places import Begun, Collective, RankPosition, StackFrame
 from nbdist.wire.transfer import SegmentPiece
@@ -34,6 +34,7 @@ from nbdist.wire.work import (
     mark_pattern,
     mark_value,
 )
+from nbdist.wire.world_facts import Renumbering
 
 SOURCE = Task("a1", (0, 1), CellCode("x = 'é\udc80'"), names=Payload((b"",)), execution_count=7)
 SCRIPT = Task("a2", (1,), Script("file", "train.py", (), "/w/train.py", "/w"), execution_count=3)
@@ -108,10 +109,30 @@ def test_bytes_of_a_big_value_have_a_frame() -> None:
     assert node_frames(AgentReply(1, "x")) == [pack(AgentReply(1, "x"))]
 
 
-def test_processes_are_listed_by_rank() -> None:
-    """Each rank's process has a node and a pid; without slots all are on node 0."""
-    assert processes({0: 17, 1: 17}, (Position(0, 0), Position(1, 0))) == {0: (0, 17), 1: (1, 17)}
-    assert processes({3: 17}, ()) == {3: (0, 17)}
+@pytest.mark.parametrize(
+    ("after", "became", "new"),
+    [
+        (4, {0: 0, 1: 1, 2: 2, 3: 3}, ()),
+        (5, {0: 0, 1: 1, 2: 2, 3: 3}, (4,)),
+        (3, {0: 0, 2: 1, 3: 2}, ()),
+        (3, {0: 0, 2: 1}, (2,)),
+    ],
+)
+def test_a_renumbering_knows_moved_and_new_ranks(
+    after: int, became: Mapping[int, int], new: tuple[int, ...]
+) -> None:
+    """Ranks that no old rank has become are new, and ranks with another number have moved."""
+    change = Renumbering(4, after, became)
+    assert (change.new, {now: old for old, now in change.was.items()}) == (new, became)
+    assert change.moved == {old: now for old, now in became.items() if old != now}
+    assert (change == Renumbering.none(4)) == (after == 4)
+
+
+def test_changes_of_rank_numbers_are_combined() -> None:
+    """Two changes have the effect of one; ranks that are gone have no new number."""
+    both = Renumbering(4, 2, {1: 0, 3: 1}).then(Renumbering(2, 3, {1: 0}))
+    assert both == Renumbering(4, 3, {3: 0})
+    assert Renumbering(4, 2, {3: 0, 2: 1}).of((0, 2, 3)) == (0, 1)
 
 
 def test_an_archive_is_sent_in_parts() -> None:

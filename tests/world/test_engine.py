@@ -11,6 +11,7 @@ from nbdist.errors import WorldNotStarted
 from nbdist.output.events import Died, Done
 from nbdist.topology import Position
 from nbdist.wire.messages import Healed
+from nbdist.wire.world_facts import Renumbering, WorldFacts
 from nbdist.world.connection import handover_state
 from nbdist.world.engine import Engine
 from nbdist.world.sent_objects import NOTHING_SENT
@@ -22,11 +23,36 @@ def test_replaced_ranks_are_returned_once() -> None:
     engine = Engine(WorldConfig(n=2, log_dir=""))
     table = engine.rank_table
     engine.names.record_finished(1, Done("ok", 0.0, frozenset("x")), NOTHING_SENT)
-    table.dead = {1: Died(-9, 0), 2: Died(-9, 0)}
-    engine.apply_healed(Healed({0: 1, 1: 2}, {0: "", 1: ""}, table.spec))
-    assert engine.replace_dead({"late"}, {}) == (1,)
+    table.dead = {1: Died(-9, 0)}
+    facts = WorldFacts(table.spec, {0: 1, 1: 2}, {0: "", 1: ""})
+    engine.apply_healed(Healed(facts, Renumbering.none(2), {1: Died(-9, 0)}))
+    assert engine.settle_changes({"late"}, {}) == (1,)
     assert (table.dead, engine.names.lacking_text([1])) == ({}, "late and x")
     assert [table.pop_replaced(), table.pop_replaced()] == [{1: Died(-9, 0)}, {}]
+
+
+def test_changes_are_combined_until_the_group_is_whole() -> None:
+    """All changes by several attempts to form the group count, also those of a failed attempt.
+
+    The deaths of replaced ranks follow the ranks' new numbers.
+    """
+    engine = Engine(WorldConfig(n=4, log_dir=""))
+    table = engine.rank_table
+    died = {1: Died(-9, 0), 3: Died(-9, 0)}
+    spec = replace(table.spec, world_size=4)
+    engine.apply_healed(Healed(WorldFacts(spec, {0: 1}), Renumbering.none(4), died))
+    two = WorldFacts(replace(spec, world_size=2), is_whole=False, problem="no", dead=died)
+    shrunk = Healed(two, Renumbering(4, 2, {0: 0, 3: 1}))
+    for _ in range(2):  # Stop may come after the message was applied, and before it was removed
+        engine.apply_healed(shrunk)
+    assert (engine.size, table.problem, table.dead) == (2, "no", died)
+    three = WorldFacts(replace(spec, world_size=3), joined=("node3",))
+    engine.apply_healed(Healed(three, Renumbering(2, 3, {0: 0, 1: 1})))
+    assert (table.problem, table.dead, [*table.joined]) == ("", {}, ["node3"])
+    assert table.renumbering == Renumbering(4, 3, {0: 0, 3: 1})
+    assert (engine.settle_changes((), {}), table.pop_replaced()) == ((1,), {1: died[3]})
+    engine.apply_healed(Healed(three, Renumbering.none(3)))
+    assert (table.renumbering, engine.settle_changes((), {})) == (Renumbering.none(3), ())
 
 
 def test_facts_are_known_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,12 +84,13 @@ def test_the_repr_says_what_a_world_is_doing() -> None:
 
 
 def test_a_renumbering_is_returned_once() -> None:
-    """Ranks are recognized by node and process, and their new numbers are returned once."""
+    """The new numbers of ranks are returned once, and the new size stays."""
     there = Engine(WorldConfig(layout="2x1", log_dir=""))
     table = there.rank_table
     table.pids = {0: 100, 1: 101}
     spec = replace(table.spec, world_size=1, slots=(Position(1, 0),))
-    there.apply_healed(Healed({0: 101}, {0: ""}, spec))
+    facts = WorldFacts(spec, {0: 101}, {0: ""})
+    there.apply_healed(Healed(facts, Renumbering(2, 1, {1: 0})))
     assert (there.size, table.pids) == (1, {0: 101})
     assert [table.pop_renumbering(), table.pop_renumbering()] == [{1: 0}, {}]
     assert Engine(there.config).size == 1  # after a restart, too

@@ -237,7 +237,10 @@ Group.regroup = late
 
 
 def test_healing_completes_a_stopped_scaling(world: World, tmp_path: Path) -> None:
-    """After Stop during scaling, healing forms a group of all ranks of the new size."""
+    """After Stop during scaling, healing forms a group of all ranks of the new size.
+
+    A new rank has run the set-up cell, although nobody has waited for the answer to the scaling.
+    """
     gate, before = tmp_path / "gate", dict(world.pids)
     world.execute(LATE.format(gate=str(gate)), ranks=[0])
     with each_new_worker(world, lambda _: press_stop()), pytest.raises(KeyboardInterrupt):
@@ -247,6 +250,7 @@ def test_healing_completes_a_stopped_scaling(world: World, tmp_path: Path) -> No
     dispatch.make_whole(world.engine)
     here = world.gather("(rank, world_size, dist.get_world_size())")
     assert here == [(rank, 3, 3) for rank in range(3)]
+    assert world.gather("callable(globals().get('make'))") == [True] * 3
     assert world.pids[0] == before[0]  # a late rank keeps its process
 
 

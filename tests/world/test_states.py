@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,19 +10,10 @@ import pytest
 from nbdist.errors import BadRanks, UsageError, WorkerDied, WorkerError
 from nbdist.output.events import InputRequest
 from nbdist.topology import Position
-from nbdist.wire.node_messages import Processes, processes
 from nbdist.wire.spec import WorldSpec
 from nbdist.world import states
 from nbdist.world.outcome_texts import scaled_text
-from nbdist.world.states import (
-    Event,
-    Machines,
-    Prompts,
-    Renumbering,
-    WorldState,
-    compare,
-    next_state,
-)
+from nbdist.world.states import Event, Machines, Prompts, WorldState, next_state
 from nbdist.world.world import World
 from tests.worlds import NewWorld
 
@@ -54,45 +45,10 @@ def test_every_state_can_stop_or_lose_its_agent():
         next_state(WorldState.STOPPED, Event.HEAL)
 
 
-def ranks(*pids: int) -> Processes:
-    """Return the processes of a single machine, by rank."""
-    return processes(dict(enumerate(pids)), ())
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "became", "new"),
-    [
-        (ranks(10, 11), ranks(10, 11), {0: 0, 1: 1}, ()),
-        (ranks(10, 11), ranks(10, 11, 12), {0: 0, 1: 1}, (2,)),
-        (ranks(10, 11, 12), ranks(10, 11), {0: 0, 1: 1}, ()),
-        (ranks(10, 11, 12, 13), ranks(10, 12, 13), {0: 0, 2: 1, 3: 2}, ()),
-        # A rank was replaced: while other ranks stayed, and while other ranks moved.
-        (ranks(10, 11), ranks(10, 20), {0: 0, 1: 1}, ()),
-        (ranks(10, 11, 12, 13), ranks(10, 12, 20), {0: 0, 2: 1}, (2,)),
-        # A rank left, and another rank came.
-        (ranks(10, 11, 12), ranks(10, 12, 20), {0: 0, 2: 1}, (2,)),
-    ],
-)
-def test_ranks_are_recognized_by_their_process(
-    before: Processes, after: Processes, became: Mapping[int, int], new: tuple[int, ...]
-) -> None:
-    """A process stays its rank under any number; a new process can take a dead rank's place."""
-    found = compare(before, after)
-    assert found == Renumbering(len(before), len(after), became)
-    assert found.new == new
-    assert found.moved == {old: now for old, now in became.items() if old != now}
-
-
-def test_changes_of_rank_numbers_are_combined() -> None:
-    """Changes of numbers can be combined; ranks that have moved in order are named together."""
-    slots = (Position(0, 0), Position(1, 0))
-    before = processes({0: 17, 1: 17}, slots)
-    assert compare(before, processes({0: 17}, slots[1:])).became == {1: 0}
-    both = compare(ranks(10, 11, 12, 13), ranks(11, 13)).then(compare(ranks(11, 13), ranks(13, 14)))
-    assert both == Renumbering(4, 2, {3: 0})
-    assert states.size_text(2, both.moved) == "now 2 workers · rank 3 is now rank 0"
+def test_new_numbers_of_ranks_are_written_out() -> None:
+    """Ranks that have moved in order are named together, and others each by itself."""
+    assert states.size_text(2, {3: 0}) == "now 2 workers · rank 3 is now rank 0"
     assert states.size_text(3, {}) == "now 3 workers"
-    assert compare(ranks(10, 11, 12, 13), ranks(13, 12)).of((0, 2, 3)) == (0, 1)
     assert states.moved_text({2: 1, 3: 2}) == "ranks 2-3 are now ranks 1-2"
     assert states.moved_text({4: 0, 5: 1, 7: 2}) == "ranks 4-5,7 are now ranks 0-2"
     assert states.moved_text({2: 3, 3: 2}) == "rank 2 is now rank 3, rank 3 is now rank 2"

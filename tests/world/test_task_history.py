@@ -14,11 +14,12 @@ from nbdist.errors import WorkerDied, WorkerError
 from nbdist.output.events import Display, Done, Failure
 from nbdist.values.payload import Identity, Segment, SegmentGone, run_to_end
 from nbdist.wire.work import Attempt, CellCode, OpCall, Script, Task, Work
+from nbdist.wire.world_facts import Renumbering
 from nbdist.world import dispatch
 from nbdist.world import task_history as module
 from nbdist.world.name_table import Sent
 from nbdist.world.sent_objects import Parcel
-from nbdist.world.states import Machines, Renumbering, WorldState
+from nbdist.world.states import Machines, WorldState
 from nbdist.world.task_history import Setup, TaskHistory
 from nbdist.world.task_run import Members, TaskRun
 from nbdist.world.world import World
