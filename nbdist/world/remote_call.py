@@ -314,14 +314,13 @@ def sending(
             sent.append((group, Parcel(states=states)))
         lent = {
             rank: parcel.states.keys() - objects.of(rank).keys()
-            for group, parcel in sent
+            for group, parcel in (sent if are_lent else ())
             for rank in group
         }
         try:
             yield payloads, outgoing.parcels(sent)
         finally:
-            if are_lent:
-                objects.renew_partly_kept(lent)
+            objects.renew_partly_kept(lent)
 
 
 def _log_kept(outgoing: Outgoing) -> None:

@@ -90,6 +90,8 @@ def send(line: MagicCall, steps: CellSteps) -> None:
         finally:
             if here:
                 _give_names_to_ranks(line, attempts[0], besides=name)
+    elif here:
+        _give_names_to_ranks(line, running)
     if raised is not None:
         raise LocalCellError(raised, len(running.task.ranks))
 
@@ -109,7 +111,6 @@ def _run_here(line: MagicCall, running: TaskRun) -> BaseException | None:
     If Stop has ended the cell, interrupts the ranks too and returns None.
     """
     ran: Any = line.pool.shell.run_cell(line.cell)
-    _give_names_to_ranks(line, running)
     error: BaseException | None = ran.error_before_exec
     if error is None:  # `or` would be wrong: a user's exception can be false as a truth value
         error = ran.error_in_exec
