@@ -133,7 +133,7 @@ class Widgets:
             self._forget(comm.id)
         else:
             model = existing
-            model.change(comm)
+            model.change(_without_echoed_outputs(comm) if model.captures else comm)
         if comm.id in self.models and model.captures:
             self._begin_or_end(model, comm)
         self._messages.append(comm)
@@ -207,12 +207,9 @@ class Widgets:
         `msg_id` and echoes of outputs are left out, because `Widgets` captures outputs itself.
         """
         model = self.models.get(comm.id)
-        state = comm.data.get("state")
-        if model is None or not model.captures or not isinstance(state, Mapping):
+        if model is None or not model.captures:
             return comm
-        echoes = comm.data.get("method") == "echo_update"
-        kept = {k: v for k, v in state.items() if k != "msg_id" and not (k == "outputs" and echoes)}
-        return comm._replace(data={**comm.data, "state": kept})
+        return _without(_without_echoed_outputs(comm), "msg_id")
 
     def from_page(self, comm: Comm) -> int | None:
         """Update a model by a message of a page; return the rank to which the message must be sent.
@@ -261,6 +258,24 @@ class Widgets:
             inside.remove(name)
             if not inside:
                 del self._capturing[model.rank]
+
+
+def _without_echoed_outputs(comm: Comm) -> Comm:
+    """Return a message of an `Output` widget, without the outputs if the message is an echo.
+
+    A rank echoes the outputs that it has got (`Widgets.pop_messages`).  Meanwhile the widget may
+    have captured more outputs, which the echo lacks.
+    """
+    return _without(comm, "outputs") if comm.data.get("method") == "echo_update" else comm
+
+
+def _without(comm: Comm, name: str) -> Comm:
+    """Return a message whose state lacks one name."""
+    state = comm.data.get("state")
+    if not isinstance(state, Mapping):
+        return comm
+    kept = {key: value for key, value in state.items() if key != name}
+    return comm._replace(data={**comm.data, "state": kept})
 
 
 MODEL_REFERENCE = "IPY_MODEL_"  # the prefix of an id in a state that refers to another model

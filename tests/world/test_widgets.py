@@ -109,6 +109,21 @@ def test_malformed_outputs_do_not_stop_a_capture(widgets: Widgets, outputs: Any)
     assert shown == {"output_type": "stream", "name": "stdout", "text": "a"}
 
 
+def test_an_echo_of_earlier_outputs_removes_no_captured_output(widgets: Widgets) -> None:
+    """Outputs captured after the rank got earlier ones stay when the rank echoes the earlier."""
+    widgets.handle_output(0, opened("out", _model_name="OutputModel", outputs=[], msg_id=""))
+    widgets.handle_output(0, changed("out", msg_id="7"))
+    widgets.handle_output(0, Text("stdout", "a"))
+    ((_, first),) = [each for each in widgets.pop_messages() if each[0] == 0]
+    widgets.handle_output(0, Failure("ValueError", "bad", ("line",), 0))
+    echo = {"method": "echo_update", "state": first.data["state"]}
+    widgets.handle_output(0, Comm("comm_msg", "out", echo, {}))
+    ((_, second),) = [each for each in widgets.pop_messages() if each[0] == 0]
+    kinds = [each["output_type"] for each in second.data["state"]["outputs"]]
+    assert kinds == ["stream", "error"]
+    assert widgets.models["out"].state["outputs"] == second.data["state"]["outputs"]
+
+
 def test_a_rank_cannot_change_another_ranks_widget(widgets: Widgets) -> None:
     """The message becomes a line, and the widget stays as it was."""
     for comm in (opened("s", value=5), changed("s", value=5), Comm("comm_close", "s", {}, {})):
