@@ -240,7 +240,7 @@ class Notebook:
         """Return lines of a cell that change variables on these ranks, and change the oracle's."""
         kinds = kinds or self.kinds()
         self.oracle.change(kinds, on)
-        return "".join(f"if {kind!r} in globals(): {KINDS[kind].change}\n" for kind in kinds)
+        return lines_to_change(kinds)
 
     def change(self) -> None:
         on = self.some()
@@ -400,11 +400,10 @@ class Notebook:
         others = [rank for rank in everyone if rank not in busy]
         kinds = self.kinds()
         self.oracle.use(kinds, busy)
-        before, changing = self.oracle.copy(), self.changing(busy, kinds)
+        changing = lines_to_change(kinds)
         waiting = f"import os, time\nwhile not os.path.exists({gate!r}): time.sleep(0.01)\n"
         self.run(f"%%distributed --no-wait -o job -r {format_ranks(busy)}\n{waiting}{changing}")
-        if is_stopped := self.is_so():
-            self.oracle = before
+        is_stopped = self.is_so()
         self.cell(others, self.changing(others))
         dead = self._end_beside(others)
         if is_stopped:
@@ -412,6 +411,8 @@ class Notebook:
         else:
             with open(gate, "w"):
                 self.run("job.wait()")
+            # Only now: nbdist does not know what a running job will bind or change.
+            self.oracle.count_up(kinds, busy)
         self.run("%distributed pass")
         if dead:
             self.oracle.lose(dead)
@@ -439,6 +440,11 @@ NAMED = (
     "dies_while_idle stop stop_command restart scale snapshot restore job beside beside"
 )
 ACTIONS: list[Callable[[Notebook], None]] = [getattr(Notebook, name) for name in NAMED.split()]
+
+
+def lines_to_change(kinds: Sequence[str]) -> str:
+    """Return lines of a cell that change the variables of some kinds that a rank has."""
+    return "".join(f"if {kind!r} in globals(): {KINDS[kind].change}\n" for kind in kinds)
 
 
 @contextmanager

@@ -229,6 +229,10 @@ class Oracle:
     def change(self, kinds: Sequence[str], on: Sequence[int]) -> None:
         """Let a cell use some kinds, and count up the variables that ranks have."""
         self.use(kinds, on)
+        self.count_up(kinds, on)
+
+    def count_up(self, kinds: Sequence[str], on: Sequence[int]) -> None:
+        """Let a cell that was sent before add 1 to the variables that ranks have."""
         for kind, rank in ((kind, rank) for kind in kinds for rank in on):
             if (held := self.ranks[rank].get(kind)) is None:
                 continue
