@@ -152,6 +152,10 @@ class NameTable:
                 entry = has.get(name)
                 if isinstance(entry, Sent) and entry.bound_to != record.bound_to:
                     has[name] = replace(entry, is_last=False)
+        return self.take_time()
+
+    def take_time(self) -> int:
+        """Return the present time of the clock that counts events, for `record_finished`."""
         return next(self._clock)
 
     def record_finished(

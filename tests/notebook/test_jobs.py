@@ -552,6 +552,15 @@ def test_here_too_runs_a_cell_on_both_sides(two: Notebook) -> None:
     assert two.run(f"%%distributed --here-too\n{late}").errors == []
     assert two.value("z") == 46
     assert body(two.run("%%distributed\nz")) == ["── rank 0 ──", "1", "── rank 1 ──", "2"]
+    # So they do if the notebook does not wait for them, unless the notebook binds the name again.
+    late = "import time\nif 'rank' in globals(): time.sleep(1)\nw = v = x + 1"
+    assert two.run(f"%%distributed --no-wait --here-too -o job\n{late}").errors == []
+    assert two.value("v, w") == (46, 46)
+    assert two.run("v = 7").errors == []
+    assert two.run("job.wait()").errors == []
+    *shown, notice = body(two.run("%%distributed\nw, v"))
+    assert shown == ["── rank 0 ──", "(1, 7)", "── rank 1 ──", "(2, 7)"]
+    assert notice.startswith("the notebook's `v` (int) replaces the ranks'")
     said = two.run("%%distributed --here-too\nimport asyncio\nawait asyncio.sleep(0); sent = 1")
     assert said.error.startswith("UsageError: `--here-too`: the cell uses `await`")
     assert body(two.run("%%distributed\n'sent' in globals()"))[-1] == "False"

@@ -77,7 +77,10 @@ def send(line: MagicCall, steps: CellSteps) -> None:
         job = Job(steps, running, name, CellPlace(pool.shell))
         pool.begin_job(job)
         _bind(line, name, job)
-    raised = _run_here(line, running) if here else None
+    raised = None
+    if here:
+        raised = _run_here(line, running)
+        _give_names_to_ranks(line, running)
     if not options.no_wait:
         # `attempts` has the last attempt; `pool.last` may be a cell that a job's callback has sent.
         attempts = deque([running], maxlen=1)
@@ -87,11 +90,6 @@ def send(line: MagicCall, steps: CellSteps) -> None:
             if pool.world:
                 _bind(line, name, result_of(pool, pool.world, attempts[0]))
             raise
-        finally:
-            if here:
-                _give_names_to_ranks(line, attempts[0], besides=name)
-    elif here:
-        _give_names_to_ranks(line, running)
     if raised is not None:
         raise LocalCellError(raised, len(running.task.ranks))
 
@@ -120,17 +118,19 @@ def _run_here(line: MagicCall, running: TaskRun) -> BaseException | None:
     return error
 
 
-def _give_names_to_ranks(line: MagicCall, running: TaskRun, besides: str = "") -> None:
+def _give_names_to_ranks(line: MagicCall, running: TaskRun) -> None:
     """Record that names which a cell has bound in the notebook and on ranks belong to the ranks.
 
-    Otherwise the ranks would get the notebook's values with later cells.  Only ranks that have
-    finished the cell count.  The name `besides` stays the notebook's.
+    Otherwise the ranks would get the notebook's values with later cells.  A rank may finish the
+    cell before this call, or after it.
     """
     if (world := line.pool.world) is None:
         return
+    names = world.engine.names
     for track in running.transcript:
-        for name in track.done.bound - {besides} if track.done else ():
-            world.engine.names.record_gathered(name, (track.rank,))
+        for name in track.done.bound if track.done else ():
+            names.record_gathered(name, (track.rank,))
+    running.sent_at = names.take_time()
 
 
 def _bind(line: MagicCall, name: str, value: object) -> None:
