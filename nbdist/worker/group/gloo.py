@@ -130,7 +130,7 @@ class Gloo:
         self.store = AbortableStore(Meeting(None))
         # A lazy device connects ranks only in the first collective, when the store no longer leads
         # to the backend's meeting. So its backends cannot be renewed.
-        is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() in ("1", "y", "yes", "true")
+        is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() in ("1", "y", "yes", "t", "true")
         self.renews = seam.RENEWS_GLOO and not is_lazy
         self._init = seam.when_gloo_is_made(self._make)
 
