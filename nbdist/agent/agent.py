@@ -136,7 +136,7 @@ class Agent:
 
     @property
     def _record(self) -> WorldRecord:
-        """The record of a world without a head; otherwise the head has the record."""
+        """The record of the world, which is in this process only if the world has no head."""
         assert self._notebook is not None
         return self._notebook.record
 
@@ -144,15 +144,14 @@ class Agent:
         self._link.send(message)
 
     def _emit(self, rank: int, task_id: str, output: Output) -> None:
-        """Queue an output of a rank for the notebook, and pass the output to `Supervision`.
+        """Queue an output of a rank for the notebook, and tell `Supervision` of the output at once.
 
-        `Supervision` finds ranks that wait for ever.  If the world has a head, `Supervision` is in
-        the head, and this agent sends it only what `fact_of` returns.  Otherwise `Supervision` is
-        in this process.
+        `Supervision` finds ranks that wait for ever.  It is in this process, or in the head if the
+        world has one.  The head gets only a short form of the outputs that matter (`fact_of`).
         """
         if self._notebook is not None:
             self._notebook.observe(rank, task_id, output)
-        elif self._head and (fact := fact_of(output)):  # with a head, the head supervises
+        elif self._head and (fact := fact_of(output)):  # the head supervises the world's tasks
             self._head.send(node_messages.Observed(rank, task_id, fact))
         self._outbox.add(rank, task_id, output)
 
@@ -231,9 +230,9 @@ class Agent:
             self._workers.all[rank].run(run)
 
     def _spare(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Carry out `SpareRanks`: until Stop is pressed again, kill none of `ranks` as stuck.
+        """Do not kill `ranks` until Stop is pressed again, even if they seem stuck.
 
-        Returns the spared ranks: all of `ranks` that are alive and are not being killed already.
+        Returns the ranks that are spared: those that are alive and are not being killed already.
         """
         spared = [worker for worker in self._workers.alive(ranks) if not worker.is_killed]
         self._step_stops.spare(spared)

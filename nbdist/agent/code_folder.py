@@ -52,11 +52,11 @@ class CodeFolder:
         self._sent = frozenset[str]()
 
     def answer(self, request: GetCode | PutCode) -> CodeHeld:
-        """Return whether this node has the files of the requested archive, or a problem.
+        """Answer whether this node has the files of an archive; unpack the archive once it is here.
 
-        A node without a copy that shares the notebook's folder has the files, too.  Each `PutCode`
-        brings a part of the archive; until the last part has come, the answer is that this node
-        lacks the files.  Then this method unpacks the archive; a problem says why that failed.
+        `GetCode` only asks for the answer.  Each `PutCode` brings a part of the archive, and the
+        last part makes this method unpack the archive.  If that fails, the answer says why.  A node
+        that shares the notebook's folder has the files without a copy.
         """
         host = socket.gethostname()
         match request:
@@ -132,7 +132,7 @@ def remove(folder: Path) -> list[str]:
     kept = sorted(str(path) for path in relative if MADE_BY_PYTHON not in path.parts)
     if not kept:
         folders.remove(folder)
-    else:  # without a lock file no agent removes this folder later, which has the user's files
+    else:  # the folder keeps the user's files: without its lock file, no agent ever removes it
         for name in (LIST, NEW_FILE, folders.LOCK_FILE):
             (folder / name).unlink(missing_ok=True)
     return kept
@@ -165,7 +165,7 @@ def _files_of(archive: bytes | bytearray) -> Mapping[str, tuple[bytes, int]]:
 def _is_below(folder: Path, file: Path) -> bool:
     """Return True if no folder between `folder` and `file` is a symbolic link.
 
-    A cell could make such a link.  Through the link, nbdist would write or remove files elsewhere.
+    A cell could make a link, through which nbdist would write or remove files outside `folder`.
     """
     return file.parent.resolve() == folder.resolve() / file.parent.relative_to(folder)
 

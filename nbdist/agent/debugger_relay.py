@@ -22,9 +22,9 @@ from nbdist.wire.spec import WorkerStart
 
 log = logging.getLogger("nbdist.agent")
 
-START_TIMEOUT = 10.0  # seconds for a worker to listen; an earlier session may have to end first
-END_TIMEOUT = 5.0  # seconds for a worker to end its debugger, before the connection is closed
-MAX_MESSAGE_BYTES = 64 << 20  # of a message that a debugger writes
+START_TIMEOUT = 10.0  # seconds for a worker's debugger to start, after an earlier one has ended
+END_TIMEOUT = 5.0  # seconds for a worker's debugger to end; then the agent closes the connection
+MAX_MESSAGE_BYTES = 64 << 20  # the largest message that is read from a worker's debugger
 LENGTH_HEADER = "Content-Length: "
 
 
@@ -47,7 +47,7 @@ class DebuggerRelay:
     ) -> None:
         self._worker = worker
         self.session = session
-        self._path = path  # of the socket on which the worker is to listen
+        self._path = path  # the path of the socket on which the worker's debugger is to listen
         self._send = send
         self._stopped_threads: set[int] = set()
         self._waiting: list[str] = []  # requests that came before the connection
@@ -91,7 +91,8 @@ class DebuggerRelay:
             return ""
         for text in self._waiting:
             self._write(text)
-        # The worker has exited, or user code in it has written something else to the socket.
+        # These errors mean that the worker has exited, or that user code has written something to
+        # the socket that is no message of the debugger.
         with suppress(OSError, EOFError, ValueError, TypeError, RecursionError):
             while text := await _read_message(reader):
                 self._record_event(text)
@@ -99,7 +100,7 @@ class DebuggerRelay:
         return ""
 
     def send(self, text: str) -> None:
-        """Send a request to the worker's debugger; until it is connected, keep the request."""
+        """Send a request to the worker's debugger, now or as soon as the debugger is connected."""
         if self._writer is None:
             self._waiting.append(text)
         else:
@@ -111,16 +112,16 @@ class DebuggerRelay:
             self._writer.write(f"{LENGTH_HEADER}{len(data)}\r\n\r\n".encode() + data)
 
     def close(self) -> None:
-        """Ask the worker to end its debugger; a stopped rank goes on, and the connection closes."""
+        """Ask the worker to end its debugger, then close the connection; a stopped rank goes on."""
         self._is_closed = True
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write_eof()
             asyncio.get_running_loop().call_later(END_TIMEOUT, self._writer.close)
 
     def record_interrupt(self) -> None:
-        """Record that the worker got a SIGINT, whose KeyboardInterrupt ends a stop at a breakpoint.
+        """Record that the worker got a SIGINT, so that its stopped threads have left a breakpoint.
 
-        Sends the notebook an event that the threads go on, because debugpy sends none.
+        This method tells the notebook that the threads go on, because debugpy does not.
         """
         for thread in sorted(self._stopped_threads):
             self._stopped_threads.discard(thread)
@@ -151,7 +152,7 @@ class DebuggerRelays:
         self._socket_count = itertools.count(1)
 
     def receive(self, message: OpenDebugger | ToDebugger | CloseDebuggers) -> None:
-        """Open or close a rank's debugger, or send it a request, as the message says.
+        """Carry out a message that opens or closes a rank's debugger, or has a request for it.
 
         If the rank is dead, the answer to `OpenDebugger` says so, and other messages are dropped.
         """
@@ -160,7 +161,8 @@ class DebuggerRelays:
                 workers = self._alive([rank])
                 for worker in workers:
                     self._close(worker)
-                    # Each relay has its own socket: the relay before may not have connected yet.
+                    # Each relay has a socket of its own, because the rank's earlier relay may not
+                    # have connected to its socket yet.
                     path = worker.start_info.debugger_socket(next(self._socket_count))
                     worker.debugger = DebuggerRelay(worker, session, path, self._send)
                     self._spawn(worker.debugger.run())

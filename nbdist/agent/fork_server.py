@@ -41,9 +41,9 @@ def start_guarded(
     """Fork a child that becomes the agent or head; this process becomes the child's guard.
 
     If `fork_server`, the child also starts a fork server.  Returns only in the child: the child's
-    `Guard`, and the fork server or None.  `fork_below_guard` explains `grace` and `notebook_pid`,
-    which is None if the notebook is on another machine.  Exits with a message if a process cannot
-    be started.
+    `Guard`, and the fork server or None.  `notebook_pid` is None if the notebook is on another
+    machine.  Processes that the child leaves behind have `grace` seconds to exit before the guard
+    kills them (`fork_below_guard`).  Exits with a message if a process cannot be started.
     """
     raise_file_limit()
     try:
@@ -57,10 +57,10 @@ def _clean_up_after_kill(last_word: bytes) -> None:
     """Report to the head that the agent was killed, and remove the code folders of killed agents.
 
     The agent's guard calls this function.  `last_word` has all bytes that the agent has sent to the
-    guard.  If the agent has a head, the last bytes are the line that `guard_line` made for
-    `report_killed_agent`.
+    guard.  If the agent has a head, these bytes end with a line (`guard_line`) that says how
+    to reach the head and which agent this was.
     """
-    # Imported here, because an agent imports next to nothing before it forks its guard.
+    # These imports would delay the start of each agent if they were at the top of this file.
     if last_word.endswith(b"\n"):
         from nbdist.cluster.ticket import report_killed_agent
 
@@ -75,12 +75,12 @@ def _clean_up_after_kill(last_word: bytes) -> None:
 
 # --- messages between agent and fork server ------------------------------------------------------
 
-TOGETHER = 0.001  # seconds; requests that follow each other sooner are served together
-DESCRIPTORS = 2  # sent with each `Fork`: the worker's stdout and stderr
+TOGETHER = 0.001  # seconds; a request that comes this soon after another is served with it
+DESCRIPTORS = 2  # how many file descriptors come with a `Fork`: the worker's stdout and stderr
 
 
 class Fork(NamedTuple):
-    """Agent to fork server: fork a worker.  The answer has the same number."""
+    """The agent asks the fork server to fork a worker; the answer has the same `number`."""
 
     number: int
     start: WorkerStart
@@ -88,13 +88,13 @@ class Fork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """Fork server to agent: torch is imported, and workers can be forked."""
+    """The fork server tells the agent that it has imported torch and can fork workers."""
 
 
 class Forked(NamedTuple):
-    """Fork server to agent: the worker of this request was forked, with this `pid`.
+    """The fork server tells the agent that it has forked the worker of request `number`.
 
-    The worker becomes a child of the agent.
+    The worker has the process id `pid`, and becomes a child of the agent.
     """
 
     number: int
@@ -102,7 +102,7 @@ class Forked(NamedTuple):
 
 
 class ForkFailed(NamedTuple):
-    """Fork server to agent: the worker of this request could not be forked; why is in `errno`."""
+    """The fork server tells the agent that the worker of request `number` could not be forked."""
 
     number: int
     errno: int
@@ -112,7 +112,7 @@ FromForkServer = Imported | Forked | ForkFailed
 
 
 class ForkServerProcess(NamedTuple):
-    """The process of a fork server, and the agent's end of the socket pair between both."""
+    """The process of a fork server, and the socket by which the agent is connected to it."""
 
     popen: subprocess.Popen[bytes]
     socket: socket.socket
@@ -203,7 +203,7 @@ FIT_FOR_FORKS = {
     # which forked processes could not use any more.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-"""Environment variables of the fork server, unless the agent's own environment sets them.
+"""Environment variables that the fork server gets if the agent's environment does not have them.
 
 Forked workers do not keep these variables: a worker gets the variables of its world."""
 
@@ -302,7 +302,8 @@ class ForkServer:
             # Import the modules here once: workers that all import them compete for the cores.
             while self._to_import:
                 import_if_possible(self._to_import.popleft())
-        # A worker's garbage collections do not write to frozen objects, whose memory stays shared.
+        # Garbage collections in a worker write nothing into frozen objects, so that the workers
+        # and the fork server go on to share the memory of these objects.
         gc.freeze()
         if requests and (intermediate := self._fork(requests)) is not None:
             if not intermediate:

@@ -27,16 +27,20 @@ class NodeWorkers(Protocol):
     """A machine with workers, to which `GroupFormation` sends requests."""
 
     async def execute(self, request: part.PartRequest[_T]) -> _T:
-        """Carry out the request and return the answer, or `lost_answer` if the machine is lost."""
+        """Carry out a request and return the answer.
+
+        If the machine is lost or too slow, the answer is what `request.lost_answer` returns.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Formation:
-    """The result of a start, a heal or a scale: the ranks of the world, and their new numbers.
+    """The world's ranks after a start, a heal or a scale, and how their numbers have changed.
 
-    `pids`, `logs` and `missing` are as in `WorldFacts`.  `change` says how the ranks' numbers have
-    changed.  `problem` says why not all ranks share the group, or is "" if all share it.
-    `not_scaled` is as in `Healed`.
+    `pids` has the ranks' process ids, and `logs` their log folders.  `change` says how the ranks'
+    numbers have changed.  `problem` says why not all ranks share the group, or is "".  `not_scaled`
+    says why a request to scale the world was not carried out, or is "".  `missing` has sentences
+    about things that the workers' torch or IPython lacks.
     """
 
     spec: WorldSpec
@@ -51,8 +55,8 @@ class Formation:
 class GroupFormation:
     """Starts, heals and scales a world by requests to its machines.
 
-    `parts` has the machines by the number of their node.  With `on_one_machine` there is only
-    machine 0, which has all ranks, even if the world's spec simulates several nodes.
+    `parts` has the machines by node number.  With `on_one_machine`, machine 0 has all ranks, even
+    if the world's spec simulates several nodes.
     """
 
     def __init__(self, parts: Mapping[int, NodeWorkers], *, on_one_machine: bool = False) -> None:
@@ -83,7 +87,7 @@ class GroupFormation:
         return replace(self.unchanged(), missing=tuple(missing))
 
     def unchanged(self, *, problem: str = "", not_scaled: str = "") -> Formation:
-        """Return the present ranks as a result in which no rank has got another number."""
+        """Return the world's present ranks as a `Formation` in which each rank keeps its number."""
         assert self.spec is not None
         change = Renumbering.none(self.spec.world_size)
         pids, logs = dict(sorted(self._pids.items())), dict(sorted(self._logs.items()))
@@ -121,9 +125,9 @@ class GroupFormation:
     async def scale(self, spec: WorldSpec, keep: Sequence[int]) -> Formation:
         """Give the world the size in `spec`; the present ranks in `keep` become ranks 0, 1, ...
 
-        The other present ranks are stopped, and the ranks that are missing then are started.  The
-        world keeps its old size if a machine is not ready to start new ranks.  The world returns to
-        its old size if ranks were only added and no group can be formed with them.  In both cases
+        Present ranks that are not in `keep` are stopped, and missing ranks are started.  The world
+        keeps its old size if a machine is not ready to start new ranks.  The world returns to its
+        old size if ranks were only added and no group can be formed with them.  In these two cases
         `not_scaled` in the answer says why.
         """
         assert self.spec is not None
@@ -145,7 +149,8 @@ class GroupFormation:
         await self._renumber(became)
         pids = dict(self._pids)
         healed = await self.heal(spec)
-        # A rank that was restarted under another number is a new rank: nothing of it was kept.
+        # Leave out ranks that have got another number and were then restarted: these are new ranks,
+        # because nothing of their old processes is left.
         became = {
             rank: number
             for rank, number in became.items()
@@ -165,8 +170,8 @@ class GroupFormation:
     async def _form_anew(self, spec: WorldSpec) -> tuple[str, bool]:
         """Form the group of all ranks again.
 
-        Returns why this failed, or "", and whether the result is final.  It is not final if another
-        attempt could start a rank that has no live process.
+        Returns why this failed, or "", and whether this result is final.  If a rank has no live
+        process, the result is not final, because another attempt could start the rank.
         """
         by_node = self._ranks_on(spec)
         answers = await self._ask(dict.fromkeys(by_node, part.GetHeld()))
@@ -175,7 +180,8 @@ class GroupFormation:
             return problem, True
         alive = {rank: groups for each in answers for rank, groups in each.ranks.items()}
         missing = tuple(rank for rank in range(spec.world_size) if rank not in alive)
-        # Done before survivors regroup, so that no survivor waits for ranks that cannot be started.
+        # Before survivors regroup, make sure that the missing ranks can be started.  Otherwise the
+        # survivors would wait in vain for ranks that never start.
         if problem := await self._prepare(spec, missing):
             return problem, not missing
         self.generation += 1

@@ -17,10 +17,10 @@ from operator import attrgetter
 
 from nbdist.wire.places import LOCATED_TIMEOUT, RankPosition
 
-FIRST_LOCATE_DELAY = LOCATE_INTERVAL = 1.0  # seconds until ranks are first located, and then again
-SOON, FAST_SECONDS = 0.1, 2.0  # seconds between fast requests, and until requests are slow again
-UNCHANGED = 3.0  # seconds without a change before a rank with active gloo threads counts as stuck
-ALL_UNCHANGED = 1.0  # seconds without a change before ranks count as stuck if all ranks wait
+FIRST_LOCATE_DELAY = LOCATE_INTERVAL = 1.0  # seconds before each request for ranks' places
+SOON, FAST_SECONDS = 0.1, 2.0  # seconds between fast requests, and for how long they stay fast
+UNCHANGED = 3.0  # seconds at one place until a rank counts as stuck although gloo's threads run
+ALL_UNCHANGED = 1.0  # seconds without a change until all ranks count as stuck, if all of them wait
 
 UNWAKEABLE_ABORTS = 3
 """A rank that still waits in a collective after this many aborts counts as impossible to wake.
@@ -52,16 +52,16 @@ class HangDetector:
     def poll_fast(self, now: float) -> None:
         """Make requests for places due every `SOON` seconds for the next `FAST_SECONDS`.
 
-        A task has this only once: all calls after the first do nothing.
+        Only the first call has an effect, so a task has only one period of fast requests.
         """
         if self._fast_since is None:
             self._fast_since = now
             self._next = min(self._next, now + SOON)
 
     def restart(self) -> None:
-        """Begin to measure again how long no place has changed.
+        """Begin again to measure for how long the ranks' places have not changed.
 
-        The caller does this when a rank has finished, because other ranks may go on then.
+        The caller does this when a rank has finished, because other ranks may then go on.
         """
         self._polls = 0
         self._since.clear()
@@ -79,8 +79,8 @@ class HangDetector:
     ) -> None:
         """Store the places of the unfinished ranks, and choose when the next request is due.
 
-        `in_flight` is how many TCP packets of gloo, sent by any rank of the world, the receivers
-        have not acknowledged.
+        `in_flight` is the number of TCP packets that gloo has sent, on any rank of the world, and
+        that the receiver has not acknowledged.
         """
         self._before, self.places = self.places, dict(places)
         self._in_flight = in_flight
@@ -89,8 +89,8 @@ class HangDetector:
             if rank not in self._since or not _is_same(place, self._before.get(rank)):
                 self._since[rank] = now
         is_fast = self._fast_since is not None and now - self._fast_since < FAST_SECONDS
-        # If all ranks began to wait a moment ago, locate them once more soon: if their places are
-        # the same then, that can show already that the ranks are deadlocked.
+        # If all ranks began to wait a moment ago, request their places once more soon.  If the
+        # places are then the same, this can already show that the ranks are deadlocked.
         all_wait = bool(places) and all(place.operation for place in places.values())
         is_new = all_wait and now - max(self._since.values()) < FAST_SECONDS
         self._was_soon = is_fast or (is_new and not self._was_soon)
@@ -101,14 +101,14 @@ class HangDetector:
     ) -> bool:
         """Return True if all `unfinished` ranks wait in collectives in which no data moves.
 
-        No data moves for a rank whose last two places are equal, if gloo's threads were idle in one
-        of the two places, or if the place has not changed for `unchanged` seconds.  The result is
-        False while packets of gloo are in flight.
+        A rank's last two places must be equal.  Besides, gloo's threads must have been idle in one
+        of these places, or the place must not have changed for `unchanged` seconds.  The result is
+        False while TCP packets of gloo are in flight.
         """
         ranks = tuple(unfinished)
         are_idle = self._polls >= 2 and all(self._is_idle(rank, now, unchanged) for rank in ranks)
-        # A packet in flight may let a rank go on.  TCP repeats a lost packet for minutes, each time
-        # after twice the interval; if TCP gives up, gloo raises.
+        # A packet in flight may let a rank go on, even after minutes: TCP sends a lost packet again
+        # and again.  If TCP gives up, gloo raises an error in the rank.
         return are_idle and not self._in_flight
 
     def is_dead_end(
@@ -117,13 +117,17 @@ class HangDetector:
         """Return True if all ranks of the world wait in collectives that can never complete.
 
         `ranks` are all ranks of the world.  If `is_known`, the caller knows that the ranks have
-        called different collectives.  Otherwise, the result is True only if no place has changed
-        for `ALL_UNCHANGED` seconds and no thread or GPU of a rank could end the rank's wait.
-        `runs_ahead` is True with nccl, whose threads no place describes.  With nccl the result is
-        True only if `is_known`, and only if no place has changed for `ALL_UNCHANGED` seconds.
+        called different collectives.  `runs_ahead` is True with nccl.  The result is True only if
+        no data moves in the collectives (`is_deadlocked`), and if these conditions are met:
+
+        - If `is_known` is False, the places must have stayed the same for `ALL_UNCHANGED` seconds,
+          and no rank may have a thread or GPU that could end the rank's wait.
+        - With nccl `is_known` must be True, and the places must have stayed the same for
+          `ALL_UNCHANGED` seconds, because places do not show what the threads of nccl do.
         """
         ranks = tuple(ranks)
-        # With nccl `is_calm` is never True, so the time without a change has to decide.
+        # With nccl a place never says that threads are idle (`is_calm`), so only the time without a
+        # change can show that no data moves.
         unchanged = ALL_UNCHANGED if is_known and runs_ahead else math.inf
         if not self.is_deadlocked(ranks, now, unchanged):
             return False
@@ -144,7 +148,8 @@ class HangDetector:
     def unwakeable_ranks(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return those of `ranks` that are at the same place after `UNWAKEABLE_ABORTS` aborts.
 
-        Ranks with a running thread of gloo are left out: that thread may still wake them.
+        A rank in which a thread of gloo is running is left out, because the thread may still wake
+        the rank.
         """
 
         def is_one(rank: int) -> bool:

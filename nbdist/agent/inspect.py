@@ -28,19 +28,19 @@ from nbdist.wire.messages import RankSecrets, UsageReport
 from nbdist.wire.places import CALL_FILE, Collective, RankPosition, Stack, StackFrame
 from nbdist.wire.status import Gpu, Usage, WorkerStatus
 
-FRESH_SECONDS = 1.0  # seconds for which a count of pages is reused; private memory is read anew
+FRESH_SECONDS = 1.0  # seconds for which a count of a process's memory pages is used again
 STACK_TIMEOUT = 0.3  # seconds for a worker to send its stack, before the agent reads its memory
 STATUS_TIMEOUT = 0.12  # seconds for each answer that `%dist_status` waits for
 SECRETS_TIMEOUT = 3.0  # seconds for a worker to list the secrets of its environment
-LAST_TIMEOUT = 2.0  # seconds until a silent worker may be asked for its last collective again
+LAST_TIMEOUT = 2.0  # seconds before a silent worker is asked again for its last collective
 BRIEF_SAMPLE_TIMEOUT = 0.04  # seconds to read a stack from memory, for `%dist_status`
-LOCATE_AGAIN_TIMEOUT = 0.3  # seconds for a second answer of a rank that had no time for the first
+LOCATE_AGAIN_TIMEOUT = 0.3  # seconds for a second answer, if a rank got no processor for the first
 SAMPLE_TIMEOUT = 0.4  # seconds to read a stack from memory, for `world.stacks` and Stop
 
-CONSULT_TIMEOUT = 0.4  # seconds for each of two ranks to answer; the notebook waits 0.9 s for both
+CONSULT_TIMEOUT = 0.4  # seconds for an idle rank to answer; the notebook waits 0.9 s, enough for 2
 
 TORCH_DISTRIBUTED = (
-    "/torch/distributed/"  # a part of the innermost frame's file if a rank waits in a collective
+    "/torch/distributed/"  # if it is in the innermost frame's path, the rank waits in a collective
 )
 
 NO_ANSWER = "it does not answer, and its stack cannot be read"
@@ -128,7 +128,7 @@ async def _status_of(worker: Worker) -> WorkerStatus:
         with _Turn(worker, STATUS_TIMEOUT) as turn:
             answer = await _last_collective(worker)
         place = await _place_of_silent(worker, turn) if answer is None else RankPosition()
-        if place.holds_gil:  # ask again: the worker may only have been slow, as with a busy disk
+        if place.holds_gil:  # ask again: perhaps the worker was only slow, because of a busy disk
             answer = await _last_collective(worker, BRIEF_SAMPLE_TIMEOUT)
         if answer is not None:  # an answer shows that C code does not hold the GIL
             place = RankPosition(is_stopped=is_stopped(worker.pid))
@@ -192,9 +192,10 @@ async def _place(worker: Worker) -> RankPosition:
 
 
 async def locate_with_patience(worker: Worker) -> RankPosition:
-    """Return the answer of `Worker.locate`; ask once more if the rank had no time to answer.
+    """Return where in its code a worker is; ask again if the worker got no processor to answer.
 
-    On a busy machine, a rank that has waited for a processor would count as holding the GIL.
+    A worker that does not answer counts as one whose C code holds the GIL.  On a busy machine the
+    worker may instead have waited for a processor.
     """
     with _Turn(worker, LOCATE_TIMEOUT) as turn:
         place = await worker.locate()
@@ -211,7 +212,7 @@ async def _place_of_silent(worker: Worker, turn: _Turn) -> RankPosition:
 
 
 class _Turn:
-    """Measures, in a context that awaits a rank's answer, if the rank has had time to answer.
+    """Measures whether a rank has had time to answer, in a `with` block that awaits the answer.
 
     On a busy machine a rank may be silent because the rank or this process got no processor, and
     not because C code holds the rank's GIL.  So this class measures how long both processes have
@@ -408,9 +409,10 @@ FIRST_USAGE_DELAY = 1.0  # seconds into a task until usage is first read
 USAGE_INTERVAL = 2.0  # seconds between reports
 COUNT_TIMEOUT = 1.0  # seconds for a count of pages, and for reading GPUs
 MIN_COUNT_SECONDS, LARGEST_SHARE = 10.0, 0.005
-"""The least seconds for which a count of pages is used, and the largest share of a core to count.
+"""For how many seconds a count of memory pages is used at least, and what share of a core counting
+may take at most.
 
-If counts would take more than this share, each count is used for longer."""
+If counting would take more than this share, each count is used for longer."""
 
 
 class UsageWatch:
@@ -446,7 +448,7 @@ class UsageWatch:
 
     @property
     def fresh_seconds(self) -> float:
-        """For how many seconds a count of pages is used; longer if counting takes long."""
+        """For how many seconds a count of memory pages is used; it grows with the time to count."""
         return max(MIN_COUNT_SECONDS, self.memory.cost / LARGEST_SHARE)
 
     async def gpus(self, workers: Sequence[Worker], timeout: float) -> dict[int, Gpu]:

@@ -34,19 +34,21 @@ LOCATE_EVERY = 0.1  # seconds between checks where interrupted ranks are
 STORE_RELEASE_TIMEOUT = 0.5  # seconds for a rank to answer that it has ended a wait in a store
 ABORT_EVERY = 0.4  # seconds between aborts of all collectives
 
-STORE_GRACE = 0.2  # own seconds until a wait in a store of user code is ended
+STORE_GRACE = 0.2  # own seconds after Stop until a wait in a store that user code made is ended
 
 IGNORES_GRACE = 2.0
-"""Own seconds after which a rank counts as stuck, if it ignores SIGINT or no abort ends its wait.
+"""Own seconds after which a rank counts as stuck in one of three cases.
 
-The same holds for a rank that still runs its code after Stop was pressed a second time."""
+The rank ignores SIGINT, or no abort ends its wait in a collective, or it still runs its code after
+Stop was pressed a second time."""
 
 C_GRACE = 2.5
-"""Own seconds for C code to return to Python, and for a rank that sleeps to react to SIGINT.
+"""Own seconds after Stop until a rank counts as stuck if C code holds its GIL, or if it sleeps.
 
-Nearly always C code needs less.  The notebook has control within 5 s after Stop."""
+Nearly all C code returns to Python sooner.  The time is short enough for the notebook to get back
+control within 5 s after Stop."""
 
-MAX_FUTILE_ABORTS = 3  # aborts that all ranks answer, before a rank that still waits may be stuck
+MAX_FUTILE_ABORTS = 3  # aborts (answered by all ranks) after which a rank that waits may be stuck
 ASLEEP, WAKES = 0.05, 20
 """A thread counts as asleep if it has run for less than `ASLEEP` seconds, and has been woken fewer
 than `WAKES` times.
@@ -56,7 +58,7 @@ Code that only waits stays below both limits during `C_GRACE`."""
 
 @dataclass(frozen=True, slots=True)
 class InterruptedRank:
-    """The state of an interrupted rank, by which the agent decides whether the rank is stuck."""
+    """What the agent knows about an interrupted rank, to decide whether the rank is stuck."""
 
     place: RankPosition
     own_seconds: float  # own seconds since Stop last interrupted the rank
@@ -122,13 +124,13 @@ def may_wait_in_store(sight: InterruptedRank) -> bool:
 
 
 class _Stopped:
-    """The state of a rank that has been interrupted in a task."""
+    """A rank that was interrupted in a task, and what has been seen of it since then."""
 
     def __init__(self, rank: Worker, task_id: str) -> None:
         self.rank = rank
         self.task_id = task_id
         self._again = self.is_spared = self._is_reminded = False
-        self._drops = 0  # how many KeyboardInterrupts Python had dropped, as last seen
+        self._drops = 0  # how many dropped KeyboardInterrupts the rank has reported so far
         self._aborts = 0
         self._aborted_at = 0.0
         self._place = RankPosition()
@@ -248,7 +250,8 @@ class Interrupter:
             elif rank.task_id:
                 stopped = self._stopped[rank] = _Stopped(rank, rank.task_id)
                 yield self._watch_rank(stopped)
-        # If `_abort_repeatedly` still runs after an earlier Stop, it serves these ranks, too.
+        # If `_abort_repeatedly` still runs because of an earlier Stop, it aborts the collectives of
+        # these ranks, too.
         if self._stopped and not self._is_aborting:
             self._is_aborting = True
             yield self._abort_repeatedly()
@@ -309,7 +312,8 @@ async def _place_of(rank: Worker) -> RankPosition:
     if not place.holds_gil or place.is_stopped:
         return place
     place_read, frames = await place_from_outside(rank, SAMPLE_TIMEOUT)
-    # Frames without the user's code show that the rank has left that code, so it is not stuck.
-    # Without any frames the rank counts as holding the GIL: it is stuck after `C_GRACE`.
+    # If there are frames but none of the user's code, the rank has left that code and is not stuck.
+    # If there are no frames at all, C code seems to hold the GIL; then the rank is stuck after
+    # `C_GRACE`.
     is_outside = frames and not (place_read.line or place_read.file)
     return replace(place_read, holds_gil=False) if is_outside else place_read

@@ -87,7 +87,8 @@ def message_from(session: Session, frames: list[bytes]) -> KernelMessage | None:
         raw = session.deserialize(session.feed_identities(frames)[1], content=False)
         metadata = {**raw["metadata"]}
         extras = metadata.pop("nbdist", {})
-        # Return a message whose content is unusable, too: later output waits for its number.
+        # Return the message even if its content is unusable: output that follows its mark waits
+        # until the message with the mark's number has come.
         content = _unpack_content(session, raw["content"])
         is_too_deep = content is None or is_deeper(metadata, MAX_LEVELS)
         return KernelMessage(
@@ -190,7 +191,8 @@ def _tracked(content: Mapping[str, Any]) -> events.Tracked:
         if len(flat) % events.OF_POINT or not all(map(math.isfinite, flat)):
             raise ValueError("points are no numbers")
         steps, *_, odd = (flat[at :: events.OF_POINT] for at in range(events.OF_POINT))
-        # A point of merged steps begins at a multiple of its width, so it may lie below -MAX_STEP.
+        # A point that stands for several steps begins at a multiple of its width.  This may be
+        # below -MAX_STEP, so larger steps are allowed here than in `track`.
         if any(abs(step) > 4 * events.MAX_STEP for step in steps):
             raise ValueError("too large a step")
         if any(number < 0 for number in (*flat[1 :: events.OF_POINT], *odd)):
@@ -215,10 +217,10 @@ def _bundles(content: Mapping[str, Any]) -> tuple[events.MimeBundle, events.Mime
 
 
 def _comm(message: KernelMessage) -> events.Output:
-    """Return a comm message of a rank, for a widget in the page, as an output.
+    """Return a rank's comm message to a widget in the page as an output.
 
-    If the message opens a comm that is no widget's, the output is a line of text which says that
-    ranks cannot open such a comm.
+    If the message opens a comm that does not belong to a widget, the output is a line of text which
+    says that ranks cannot open the comm.
     """
     content, kind = message.content, message.kind
     target = str(content["target_name"]) if kind == "comm_open" else ""
@@ -287,8 +289,9 @@ RETRY_SECONDS = 0.02  # seconds between two `Announce` requests
 class FrameConnection(asyncio.Protocol):
     """The agent's side of a connection to a worker.
 
-    `on_frame` is called with each frame, and may raise BadFrame.  `on_lost` is called once, after
-    the last frame, with the BadFrame, or with None if the connection was closed.
+    `on_frame` is called with each frame.  `on_lost` is called once: with None when the connection
+    is closed, or before that with a BadFrame if the data cannot be cut into frames, or if
+    `on_frame` raises one.  Data that comes after a BadFrame is ignored.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ from nbdist.wire.store import MAX_STORE_BYTES
 
 log = logging.getLogger("nbdist.agent")
 
-MAX_QUERY_CONNECTIONS = 16  # connections at a time with one kind of question, or with none yet
+MAX_QUERY_CONNECTIONS = 16  # open connections with the same kind of question, or with none yet
 LINE_TIMEOUT = 10.0  # seconds for a question to arrive, and for its answer to be read
 MAX_STORE_CONNECTIONS = 4096  # connections at a time to the store; a rank has one for each thread
 CONNECTION_READ_SIZE = 1 << 18
@@ -107,7 +107,7 @@ class Door:
     async def _serve_connection(
         self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Answer what comes from one connection, until this server or the other side closes it.
+        """Answer the questions of one connection, until this process or the other side closes it.
 
         `task` runs this method.  The method adds `task` to `_connections`, so that `close` can
         cancel `task`, or refuses the connection.  `_serve` removes `task` again.

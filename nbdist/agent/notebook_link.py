@@ -49,9 +49,9 @@ log = logging.getLogger("nbdist.agent")
 
 NOTEBOOK_LINK_LINGER = 500  # milliseconds to deliver queued messages after `close`
 CHANGE_TIMEOUT, CHANGE_STEP = 20.0, 0.05
-"""Seconds: how long an attaching notebook waits while workers start or heal, and how long the
-agent waits between two checks whether they are done."""
-LAST_WORDS = 0.1  # seconds for which messages of a notebook that has ended may still arrive
+"""How many seconds a notebook that attaches waits at most while workers are started or healed, and
+how many seconds pass between two checks."""
+LAST_WORDS = 0.1  # seconds to wait for messages that the notebook sent before it ended
 FIRST_LINE = 200  # characters of a task's title in `WorldInfo`
 
 
@@ -61,10 +61,9 @@ class NotebookLink:
     A world with the `detach` option keeps running if the notebook ends.  Such a world's output is
     recorded (`record`), and replayed to the next notebook that attaches (`Listener`).
 
-    `on_message` gets the messages of the notebook.  `shut_down` is called on SIGTERM, and if the
-    notebook ends and the world does not have `detach`.  While the world is detached, `shut_down` is
-    called if the world has no workers, or if `has_machines` returns a false value and no call is
-    pending.
+    `on_message` is called with each message of the notebook.  `shut_down` is called on SIGTERM, and
+    when the notebook of a world without `detach` ends.  It is also called when a detached world has
+    no workers, or has lost all its machines (`has_machines`) and carries out no call.
     """
 
     problem = ""
@@ -85,7 +84,7 @@ class NotebookLink:
         self._has_machines = has_machines
         self.record = WorldRecord()
         self._supervision = Supervision(self._deliver, self.send)
-        # None while detached, and after `close`.
+        # The connection to the notebook; None while the world is detached, and after `close`.
         self._stream: ZMQStream | None = self._connect(folders.NOTEBOOK_SOCKET)
         self.notebook_pid = notebook_pid  # 0 while detached
         self._watched_fds: list[int] = []  # descriptors that become readable when the notebook ends
@@ -140,7 +139,7 @@ class NotebookLink:
             self._shut_down()
 
     async def close(self) -> None:
-        """Close the connection; queued messages have `NOTEBOOK_LINK_LINGER` to be delivered."""
+        """Close the connection; queued messages may still be sent for `NOTEBOOK_LINK_LINGER`."""
         stream, self._stream = self._stream, None  # from here on `_notebook_ended` does nothing
         self._supervision.close()
         self._unwatch_all()

@@ -38,7 +38,7 @@ from nbdist.wire.messages import Outputs, RankOutput
 
 TEXT_KEPT = 4 << 20  # characters of pending text per rank; older text is only in the log file
 SHOWN_KEPT = 64 << 20  # characters of all ranks' pending output that is no text
-OF_ITEM = 1000  # characters added to the size of each output: many small outputs take time, too
+OF_ITEM = 1000  # characters that each output counts in addition, since small ones take time, too
 
 JOINED_AT_MOST = 1 << 16  # characters; a text of this length is not extended by later text
 
@@ -116,7 +116,7 @@ class Backlog:
                     self._text_size[rank] -= len(output.text)
                 else:
                     self._other_size -= size_of(output)
-            if remaining := queue[count:]:  # moved to the end: all other ranks come first
+            if remaining := queue[count:]:  # put it last, so that all other ranks come first
                 self._queues[rank] = remaining
         return batch
 
@@ -148,10 +148,10 @@ class Backlog:
         self._queues[rank] = kept
 
     def _drop_other_output(self) -> None:
-        """Drop the oldest outputs of each rank, except text, until the rest fits the rank's share.
+        """Drop the oldest outputs that are no text, until they have at most half of their limit.
 
-        All ranks have equal shares of half the limit.  Some outputs are always kept, for example
-        the last error of a cell.
+        Each rank keeps an equal share of this half.  Some outputs are always kept, for example the
+        last error of a cell.
         """
         share = self._max_other // 2 // len(self._queues)
         for rank, queue in self._queues.items():
@@ -193,7 +193,7 @@ def _append(queue: list[tuple[str, Output]], cell_id: str, output: Output) -> No
 
 BATCH_SECONDS = 0.02  # seconds that an output waits, to be sent in one batch with others
 BATCHES_UNDER_WAY = 4  # unacknowledged batches; with this many, outputs wait in the backlog
-ENOUGH_IN_A_BATCH = 8 << 20  # characters; larger batches would delay the answer to Stop behind them
+ENOUGH_IN_A_BATCH = 8 << 20  # characters; the answer to Stop would wait long behind a larger batch
 
 
 class Outbox:
@@ -214,7 +214,7 @@ class Outbox:
         return f"<Outbox {len(self._backlog)} items, {self._in_flight} batches under way>"
 
     def mark_running(self, task_id: str, ranks: Iterable[int]) -> None:
-        """Record that `ranks` run a task; the `Done` of the last rank is sent immediately."""
+        """Record that `ranks` run a task, so that `add` sends the last rank's `Done` at once."""
         self._running.update(dict.fromkeys(ranks, task_id))
 
     def clear(self) -> None:

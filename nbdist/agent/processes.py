@@ -40,9 +40,9 @@ from nbdist.wire.spec import WorkerStart, WorldSpec
 from nbdist.words import word_exit
 
 LONGEST_EXIT, EXIT_STEP = 10.0, 0.05
-"""Seconds: the longest wait of `exit_within`, unless its caller gives more, and its shortest step.
+"""The most seconds that `exit_within` waits, unless its caller gives more, and its shortest wait.
 
-The notebook waits longer than `LONGEST_EXIT` for its agent."""
+The notebook waits longer than `LONGEST_EXIT` for its agent, which waits for the workers."""
 
 OnExit = Callable[[int], None]
 
@@ -63,9 +63,10 @@ class Children:
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
 
     def expect(self, pid: int, on_exit: OnExit) -> None:
-        """Call `on_exit` when this child exits, with its exit code, which is negative for a signal.
+        """Call `on_exit` with the exit code of the child `pid` when the child has exited.
 
-        The child's process group, and programs that the child has left behind, are killed first.
+        The code is negative if a signal ended the child.  Before the call, the child's process
+        group and all programs that the child has left behind are killed.
         """
         self._expected[pid] = on_exit
         # The child may have exited before SIGCHLD had a handler.
@@ -153,7 +154,7 @@ class Spawner:
         self._children = children
 
     def last_lines(self) -> tuple[str, ...]:
-        """Return no lines.  `Forker.last_lines` returns lines of the fork server."""
+        """Return no lines: there is no fork server that could have written why a start failed."""
         return ()
 
     async def prepare(self) -> None:
@@ -212,10 +213,11 @@ READ_ON_IMPORT = re.compile(
     r"(?!TORCHINDUCTOR_CACHE_DIR$)TORCH_?(DYNAMO|INDUCTOR|COMPILE|CACHING|FAKE_TENSOR|FX|LOGS)\w*|TORCH_CPP_LOG_LEVEL"
     r"|TORCH_SHOW_CPP_STACKTRACES"
 )
-"""Matches variables that torch reads when it is imported, which a forked worker sets too late.
+"""Matches environment variables that torch reads only while it is imported.
 
-TORCHINDUCTOR_CACHE_DIR does not match, because torch reads this variable at each use.  torch also
-sets it in a process that has compiled something, such as the notebook.
+A forked worker cannot set them, because the fork server has imported torch already.
+TORCHINDUCTOR_CACHE_DIR does not match, because torch reads this variable at each use.  torch itself
+sets it in a notebook that has compiled something, and this must not prevent forks.
 """
 
 
@@ -302,7 +304,8 @@ class Forker:
         frame = framed(pack(fork_server.Fork(number, start)))
         try:
             if self._server.socket.fileno() >= 0:  # if closed, `_fail_pending` fails the request
-                # Blocks only if the socket's buffer is full, until the server's import is done.
+                # These calls wait only if the socket's buffer is full, and then only until the fork
+                # server has finished an import and reads again.
                 sent = socket.send_fds(self._server.socket, [frame], [stdout, stderr])
                 self._server.socket.sendall(frame[sent:])
         except ConnectionError:
@@ -324,12 +327,11 @@ class Forker:
     async def _wait(
         self, answer: asyncio.Future[Any], timeout: float, is_open: Callable[[], bool]
     ) -> None:
-        """Wait for an answer of the fork server; kill the fork server if it does not answer.
+        """Wait for the fork server's answer; kill the fork server if it does not answer in time.
 
-        After `timeout` seconds, `is_open` must return True if the answer is still missing; the fork
-        server is then killed, so that later requests get a new fork server.  A cancellation of this
-        method does not prevent that.  Raises ForkServerLost if there is no answer `EXIT_TIMEOUT`
-        seconds after `timeout`.
+        If `is_open` returns True after `timeout` seconds, the answer is missing and the fork server
+        is killed, even if this method has been cancelled.  Later requests then get a new fork
+        server.  Raises ForkServerLost if there is no answer `EXIT_TIMEOUT` seconds after `timeout`.
         """
         server = self._server
 

@@ -58,7 +58,7 @@ CELL_RUNNER_FILES = (
     *("/ipykernel/", "/IPython/", "/tornado/", "/traitlets/", "/asyncio/"),
     *("/nbdist/worker/", "/nbdist/agent/", "runpy>", "/runpy.py", "/selectors.py"),
 )
-"""Parts of the paths of nbdist's and libraries' files whose code runs the cells of a kernel."""
+"""Texts in the paths of files, in nbdist or a library, whose code runs the cells of a kernel."""
 
 
 class StackFile:
@@ -158,8 +158,8 @@ def frames_of(calls: tuple[FrameInfo, ...], task: Task | None) -> list[StackFram
 def user_frames(frames: Iterable[StackFrame]) -> list[StackFrame]:
     """Return the frames of the user's code, outermost first; `frames` begins with the innermost.
 
-    The first returned frame is the cell's.  If no frame is a cell's, the frames inside the
-    innermost frame of `CELL_RUNNER_FILES`, the files that run cells, are returned.
+    The result begins with the frame of the cell.  If there is no such frame, the result begins with
+    the function that nbdist or a library has called to run the user's code (`CELL_RUNNER_FILES`).
     """
     outwards = list(frames)
     cells = [index for index, frame in enumerate(outwards) if frame.is_cell]
@@ -191,9 +191,9 @@ TYPE_OFFSET, SIZE_OFFSET, STATE_OFFSET, BYTES_OFFSET = 8, 16, 32, 32
 """Offsets in objects of CPython: of the type, of the length of a string or bytes, of the kind of a
 string's letters (PyASCIIObject in unicodeobject.h), and of the first byte of bytes."""
 
-# The code of `struct` for a string's letters, by the number of bytes of a letter.
+# The format character of `struct` for one letter of a string, by the letter's number of bytes.
 LETTER_CODES = {1: "B", 2: "H", 4: "I"}
-MIN_C_OWNER = 3  # a call whose `owner` is smaller runs Python code; others stand for C code
+MIN_C_OWNER = 3  # the field `owner` of a call in CPython has at least this value for C code
 MIN_EQUAL_READS, MAX_PAUSE_STEPS = 32, 1500
 """How many readings must agree, and the most steps of a loop that waits between two readings.
 
@@ -347,8 +347,8 @@ def line_at(table: bytes, first: int, unit: int) -> int:
 def _read_signed(entry: bytes) -> int:
     """Return the first number in `entry`, an entry of a line table without its first byte.
 
-    Each byte of the number has 6 of its bits, the lowest bits first.  The lowest bit of all is the
-    sign.
+    Each byte holds 6 bits of the number; the first byte holds the lowest bits.  The lowest bit of
+    the number is its sign.
     """
     value = 0
     for place, byte in enumerate(entry):

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 K = TypeVar("K")
 
 STEP_TIMEOUT = 2.0
-"""Seconds from Stop until late ranks are interrupted.
+"""Seconds after Stop in which ranks must reach the common step, or else they are interrupted.
 
-A rank counts as training if its next step is due within this time, or overdue by less."""
+A rank counts as training only if its next step is due within this time, or is overdue by less."""
 
 STEP_ANSWER_TIMEOUT = 0.6  # seconds for a rank to answer how many steps it has begun
 NODE_TIMEOUT = 1.0  # seconds for the head to get the counts of all machines
@@ -57,11 +57,11 @@ def find_stop_step(counts: Iterable[StepCount | None]) -> int:
 
 
 def can_wait(count: StepCount | None) -> bool:
-    """Return True if the other ranks can go on to a common step in spite of this rank; pure.
+    """Return True if a rank with this count does not prevent a common step of all ranks; pure.
 
-    They can if the rank's task has ended without an error.  They can also if the rank will probably
-    begin a step soon, to judge by the time between its last two steps (`STEP_TIMEOUT`).  Returns
-    False for None, the count of a rank that did not answer.
+    That is so if the rank's task has ended without an error, or if the rank will probably begin a
+    step soon, judged by the time between its last two steps (`STEP_TIMEOUT`).  A rank that did not
+    answer has the count None, for which the result is False.
     """
     if count is None or count.has_succeeded:
         return count is not None
@@ -72,10 +72,10 @@ def can_wait(count: StepCount | None) -> bool:
 async def collect_counts(
     requests: Mapping[K, Coroutine[Any, Any, StepCount | None]],
 ) -> dict[K, StepCount | None]:
-    """Await all `requests`, one for each rank, and return their results by the same keys.
+    """Await `requests`, one for each rank, and return their results by the same keys.
 
-    If a result shows that there can be no common step (`can_wait`), all other requests are
-    cancelled, and their results are None.
+    If a result shows that there can be no common step (`can_wait`), all requests that are not yet
+    answered are cancelled, and their results are None.
     """
     tasks = {key: asyncio.ensure_future(each) for key, each in requests.items()}
     waiting = {*tasks.values()}
@@ -140,7 +140,7 @@ class StepStops:
         self._stopping.spare(ranks)
 
     def stop_at(self, ranks: Iterable[Worker], step: int, seconds: float) -> None:
-        """Let ranks that `hold` has held go on, and stop when they begin this step.
+        """Let ranks go on that `hold` has held, and stop them at the beginning of step `step`.
 
         A rank that has not reached the step after `seconds` is interrupted where it is.
         """
@@ -178,10 +178,10 @@ class StepStops:
             self._interrupt_pending(busy)
 
     async def _run_to_step(self, busy: Mapping[Worker, str], step: int, deadline: float) -> None:
-        """Let ranks that wait at the beginning of a step go on, and stop where `step` begins.
+        """Let ranks go on that are held at a step, and stop them at the beginning of step `step`.
 
-        `busy` has the task of each rank.  At the deadline, or as soon as a rank dies, the ranks
-        that have not stopped are interrupted.
+        `busy` has the task of each rank.  At the deadline, or as soon as a rank dies, ranks that
+        have not reached the step are interrupted.
         """
         await _ask_all({rank: StopAtStep(task_id, step) for rank, task_id in busy.items()})
         while (remaining := self._remaining(busy)) and time.monotonic() < deadline:

@@ -41,9 +41,10 @@ from nbdist.wire.places import (
 from nbdist.words import name_ranks
 
 GPU_UNCHANGED = 1.5
-"""Seconds without a change after which ranks count as waiting on their GPUs for a failed rank.
+"""With nccl, seconds without a change until ranks count as stuck after another rank has failed.
 
-The progress of a GPU is not visible, and nccl2 checks once a second which collectives completed.
+It is more than a second, because the agent does not see what GPUs do, and torch's backend nccl2
+checks only once a second which collectives have completed.
 """
 
 LOCATE = "locate"
@@ -86,7 +87,10 @@ class Supervisor:
 
     @property
     def holds_stop(self) -> bool:
-        """Whether the first Stop interrupts no rank: the task must end on all ranks or on none."""
+        """Whether the first Stop or a timeout interrupts no rank of the task.
+
+        Some tasks must be completed on all ranks or on none.
+        """
         return self._rules.holds_stop
 
     @property
@@ -131,14 +135,15 @@ class Supervisor:
         self.record_input(rank, now)
 
     def record_input(self, rank: int, now: float) -> None:
-        """Record that a rank does not wait for input now, for example because it has got a line."""
+        """Record that a rank no longer waits for input, for example because it has got a line."""
         self._count_input(now)
         self._asking.discard(rank)
 
     def record_debugger(self, rank: int, now: float, *, is_stopped: bool) -> None:
         """Record whether a rank stands at a breakpoint of the debugger.
 
-        As long as it does, other ranks may wait for the rank, so no collective is aborted.
+        While a rank stands there, no collective is aborted, because other ranks rightly wait for
+        this rank.
         """
         self._count_input(now)
         (self._debugged.add if is_stopped else self._debugged.discard)(rank)
@@ -210,7 +215,7 @@ class Supervisor:
         if len(self.unfinished) < self._rules.size:
             self._detector.poll_fast(now)
         aborts = self._rules.aborts and not self.is_stopping
-        # The process of a rank that is being ended may need long to exit: abort nothing until then.
+        # The process of a rank that is being ended may take long to exit.  Abort nothing meanwhile.
         is_ending = not self._ended.isdisjoint(self.unfinished)
         if aborts and not is_ending and self._can_never_go_on(now):
             self._ended.update(self.unwakeable)
@@ -257,7 +262,8 @@ class Supervisor:
         if not self._detector.is_deadlocked(self.unfinished, now, unchanged):
             return False
         finished = (place for rank, place in self.places.items() if rank not in self.unfinished)
-        # The GPU of a finished rank may still complete the collective, unless a rank has failed.
+        # A GPU of a finished rank may still run the collective and so end the wait of other ranks.
+        # This does not matter if a rank has failed, because the task fails anyway.
         return bool(self.failed) or not any(place.operation for place in finished)
 
 
@@ -288,8 +294,8 @@ class Supervision:
     """
 
     def __init__(self, deliver: Callable[[Down], None], send: Callable[[Up], None]) -> None:
-        # The decisions about the present tasks, by task and kind.  Decisions of the same kind are
-        # merged, because a program can need one abort after another without end.
+        # The decisions about the tasks in progress, by task and kind.  Decisions of the same kind
+        # are merged into one, because a task can need any number of aborts.
         self._decided: dict[tuple[str, Decision], Decided] = {}
         self._deliver, self._send = deliver, send
         # The supervisor of each task, by its id; tasks of different ranks run side by side.
@@ -346,10 +352,11 @@ class Supervision:
                 self._step_soon()
 
     def is_repeated(self, message: Interrupt) -> bool:
-        """Return True if a timeout has already interrupted the task that this first Stop is for.
+        """Return True if `message` is the first Stop of a task that a timeout has interrupted.
 
         The notebook sent the message before it knew of the timeout.  The caller must ignore the
-        message: as a second Stop it would let ranks be killed while they clean up.
+        message.  Otherwise it would count as a second Stop, after which ranks that still clean up
+        are killed.
         """
         stopped = self._supervisors_of(message.ranks)
         return message.number == 1 and any(each.has_timed_out for each in stopped)
@@ -407,8 +414,9 @@ class Supervision:
                 if isinstance(step, Decision):
                     self._carry_out(task_id, supervisor, step)
                 else:
-                    # Locate finished ranks too.  With nccl their collectives may still run; with
-                    # gloo, the collectives that they began show whether others can complete.
+                    # Locate the ranks that have finished, too.  With nccl their collectives may
+                    # still be running.  With gloo the collectives that they have called show
+                    # whether the collectives of other ranks can complete.
                     self._deliver(RequestLocations((*self._ranks,), time.monotonic()))
         now = time.monotonic()
         delays = [each.seconds_to_step(now) for each in self._supervisors.values()]
@@ -429,10 +437,10 @@ class Supervision:
         earlier = self._decided.get((task_id, decision), decided)
         self._decided[task_id, decision] = replace(decided, waiting={**earlier.waiting, **waiting})
         self._send(decided)
-        # Abort not only on the waiting ranks, but on all ranks of the task and on idle ranks.  Of
-        # the two ranks of a connection, only the one that accepted it can close it.  And a rank
-        # that still computes must not wait later for a rank that was released.  Ranks that run
-        # another task keep their collectives.
+        # Abort the collectives of all ranks except those that run another task.  It is not enough
+        # to abort on the waiting ranks: only the rank that accepted a connection can close it, and
+        # that rank may not be waiting.  Besides, a rank that still computes must not wait later for
+        # a rank that was released.
         elsewhere = self._ranks_of_others(supervisor)
         aborted = tuple(rank for rank in self._ranks if rank not in elsewhere)
         match decision:

@@ -82,12 +82,13 @@ class Worker:
         self.process: WorkerProcess | None = None
         self.task_id = ""  # the id of the running task; "" while no task runs
         self._packed = b""  # the running task, pickled
-        # Id and optimizer steps of the last task that has ended; no steps if the task failed.
+        # The id of the last task that has ended, and its optimizer steps, or None if it failed.
         self.finished: tuple[str, control.StepCount | None] = ("", None)
         self.log = WorkerLog(log_folder, start.world.log_limit)
         self.output = WorkerOutput(start.token, self.log, self._handle_item)
         self.stacks = StackFile(start.stack_file)
-        self.last_collective: asyncio.Task[Any] | None = None  # `inspect`'s last question
+        # The latest question of `nbdist.agent.inspect` for the worker's last collective.
+        self.last_collective: asyncio.Task[Any] | None = None
         self.input_requests: dict[int, InputRequest | ItemsWanted] = {}  # unanswered, by number
         self._emit = emit
         self._errors_sent: set[int] = set()  # the numbers of the task's error messages
@@ -100,7 +101,7 @@ class Worker:
         self._is_stopping = False
         self._kill_reason = ""
         self._died: Died | None = None
-        self.debugger: DebuggerRelay | None = None  # see `DebuggerRelays`
+        self.debugger: DebuggerRelay | None = None  # set while the user debugs this rank
         self._kernel = KernelClient(start, self._read_message)
         self._kill_timer: asyncio.TimerHandle | None = None
 
@@ -200,7 +201,7 @@ class Worker:
     async def ask_or_kill(
         self, request: control.ControlRequest, timeout: float
     ) -> control.ControlReply | None:
-        """Send a request as `ask` does; return the answer, or None if none comes in time.
+        """Send a request to the worker's control thread; return the answer, None after a timeout.
 
         Kills the worker if the answer says that the worker cannot take part in its group any more.
         A new worker can then take its place.
@@ -276,7 +277,7 @@ class Worker:
     def status(self) -> WorkerStatus:
         """Return the fields of the worker's status that the agent knows without asking the worker.
 
-        `nbdist.agent.inspect` adds the others.
+        `nbdist.agent.inspect` asks the worker for the other fields.
         """
         return WorkerStatus(
             rank=self.rank,
@@ -364,7 +365,8 @@ class Worker:
         self._kill_timer = asyncio.get_running_loop().call_later(grace, self._kill_if_alive, why)
 
     def _kill_if_alive(self, why: str) -> None:
-        # The connection also closes when the process exits; then the exit code gives the reason.
+        # The connection also closes when the process exits by itself.  Do not kill the process
+        # then, so that its exit code says why it has exited.
         if not is_exiting(self.pid):
             self.kill(why)
 
@@ -420,7 +422,7 @@ class Worker:
             self._count_timer.cancel()
 
     def _forget_task(self) -> None:
-        for number in [*self.input_requests]:  # requests of threads that outlive the task
+        for number in [*self.input_requests]:  # requests of threads that still run
             self.answer_input(InputReply(number, problem=NO_CELL))
         self.task_id, self._packed = "", b""
 

@@ -33,15 +33,15 @@ from nbdist.wire.node_messages import Form, Formed, Groups, LiveRanks
 from nbdist.wire.spec import WorkerStart, WorldSpec, cancel_file, torchrun_variables
 
 GROUP_START_TIMEOUT = (
-    180.0  # seconds to start all workers and form their group; a busy disk is slow
+    180.0  # seconds to start all workers and form their group; with a busy disk this takes long
 )
 GROUP_HEAL_TIMEOUT = 30.0  # seconds for survivors and new workers to form their groups
-SURVIVOR_GRACE = 1.0  # seconds that survivors get in addition, so that the new worker is blamed
+SURVIVOR_GRACE = 1.0  # extra seconds for survivors, so that the error names a late new worker first
 HELD_TIMEOUT = 10.0  # seconds for a worker to list its groups; a slower worker's groups are ignored
 
 SILENT = "it did not answer while the group was formed"
 ABORT_ANSWER_TIMEOUT = 1.0  # seconds for which `abort` waits for the workers' answers
-HUNG_ABORT_TIMEOUT = 75.0  # seconds for a worker to answer; an abort of nccl may take 60 s
+HUNG_ABORT_TIMEOUT = 75.0  # seconds for a worker to abort its collectives; nccl may take 60 s
 CHECK_TIMEOUT = 1.0  # seconds for a worker to list missing libraries; a later list is ignored
 
 
@@ -115,7 +115,8 @@ class WorkerGroup:
             case node_messages.CallOff(generation) if generation == self._rendezvous.generation:
                 self._rendezvous.cancel_file.touch()
                 for worker in self.all.values():
-                    # A starting worker's first wait does not look for the file, so kill the worker.
+                    # Kill workers that are starting, because they do not look for the file in their
+                    # first wait.
                     if worker.state == "starting":
                         worker.kill()
             case node_messages.EndRanks(ranks, grace, _):
@@ -129,10 +130,10 @@ class WorkerGroup:
         return None
 
     def _adapt_spec(self, spec: WorldSpec) -> WorldSpec:
-        """Return the world's spec as it is valid on this node.
+        """Return the world's spec with the settings of this node.
 
         If this node has a copy of the notebook's folder, workers use the copy.  In a world of
-        several nodes, settings such as the number of threads are those of this node, too.
+        several nodes, the environment, GPUs and threads are also adapted (`adapt_spec`).
         """
         spec = self.code.with_folder(spec)
         if spec.node is None:
@@ -153,7 +154,7 @@ class WorkerGroup:
             lines = worker.output.last_lines or worker.source.last_lines()
             await self.stop(grace=0.0)
             return _failure(spec, worker.rank, str(why), lines)
-        # Only one rank is asked, because all ranks of a machine have the same libraries.
+        # Ask only one rank what is missing, because a machine's ranks have the same libraries.
         checked = await self.all[ranks[0]].ask(control.Check(), CHECK_TIMEOUT)
         missing = checked if isinstance(checked, tuple) else ()
         return Formed(*self._pids_and_logs(), tuple(ranks), missing=missing)
@@ -268,7 +269,7 @@ class WorkerGroup:
     def _form_request(self, plan: Form, rank: int) -> control.ControlRequest:
         """Return the request for a survivor: reconnect its groups, or form a new default group.
 
-        Groups are reconnected if `plan.groups` says which, that is if the world keeps its size.
+        If the world keeps its size, `plan.groups` has the groups to reconnect.  If not, it is None.
         """
         spec = plan.spec
         environ = self._rendezvous.environ_of(spec, rank, self._logs_of(rank))
@@ -277,10 +278,10 @@ class WorkerGroup:
         return control.Resize(plan.generation, rank, spec, plan.missing, environ)
 
     async def abort(self, ranks: Iterable[int]) -> bool:
-        """Make `ranks` abort their collectives; return True if all say in time that they have.
+        """Make `ranks` abort their collectives; return True if all have answered in time.
 
-        The time is `ABORT_ANSWER_TIMEOUT`.  A worker that says, even later, that it cannot abort is
-        killed.
+        The ranks have `ABORT_ANSWER_TIMEOUT` to answer.  A worker is killed if it answers, even
+        later, that it cannot take part in its group any more.
         """
         queries = {
             asyncio.create_task(each.ask_or_kill(control.AbortCollectives(), HUNG_ABORT_TIMEOUT))
@@ -317,10 +318,11 @@ class WorkerGroup:
 
 
 def adapt_spec(spec: WorldSpec, agent_environ: Mapping[str, str], interface: str) -> WorldSpec:
-    """Return the world's spec with the environment, folder, Python, GPUs and threads of this node.
+    """Return the world's spec with the environment, Python, GPUs and threads of this node.
 
-    `agent_environ` is the environment of this node's agent.  `interface` is the network interface
-    by which this node reaches the other nodes; "" if unknown.
+    The variables of the spec are added to `agent_environ`, the environment of this node's agent.
+    If this node lacks the working folder of the spec, its workers use the home folder.  `interface`
+    is the network interface by which this node reaches the other nodes; "" if unknown.
     """
     environ = {**agent_environ, **spec.environ}
     cwd = spec.cwd if Path(spec.cwd).is_dir() else str(Path.home())
@@ -363,7 +365,7 @@ def _word_failed(worker: Worker, error: OSError) -> str:
 
 
 def _failure(spec: WorldSpec, rank: int, why: str, lines: tuple[str, ...]) -> StartFailure:
-    if why in lines[-1:]:  # the last line is the reason; command and lines would not explain more
+    if why in lines[-1:]:  # the worker has written the reason, so its command would explain no more
         return StartFailure(rank, socket.gethostname(), "", why, ())
     return StartFailure(rank, socket.gethostname(), shlex.join(spec.command), why, lines)
 
@@ -381,10 +383,10 @@ KILL_STEP = 0.05  # seconds between attempts to kill a worker that is still star
 
 
 class HeldPort:
-    """A free port for MASTER_PORT, reserved in case that user code makes a store there.
+    """A free port for MASTER_PORT, which is reserved because user code may make a store there.
 
-    This process binds the port, so that Linux gives it to no other program that asks for a free
-    port.  Rank 0 can still listen on it, because this socket and torch's TCPStore both set
+    This process binds the port, so that Linux gives the port to no other program that asks for a
+    free port.  Rank 0 can still listen there, because this socket and torch's TCPStore both set
     SO_REUSEADDR.
     """
 
@@ -543,7 +545,7 @@ class FormingCanceller:
             while not start.done():
                 worker.kill()
                 if worker.process is None:
-                    start.cancel()  # nothing to kill: a fork may take longer than `timeout`
+                    start.cancel()  # there is no process yet, and a fork may take very long
                 await asyncio.wait({start}, timeout=KILL_STEP)
         finally:
             event.cancel()

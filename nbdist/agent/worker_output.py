@@ -37,7 +37,7 @@ MAX_LAST_LINES, MAX_LAST_LENGTH, MAX_LAST_LINE_LENGTH = 20, 4096, 400
 the most characters of `last_line`."""
 
 LOST_AFTER = 5.0  # seconds after its mark until a message that has not arrived counts as lost
-MARK_READS = 16  # the most reads in search of a mark: this many empty even a full pipe
+MARK_READS = 16  # how often a pipe is read to find a mark: so many reads empty a full pipe
 
 M = TypeVar("M")
 
@@ -71,7 +71,7 @@ class WorkerOutput:
 
         "" if the worker has written no such line.
         """
-        end = "".join(self._last_texts)[-MAX_LAST_LENGTH:]  # an entry may be a part of a line
+        end = "".join(self._last_texts)[-MAX_LAST_LENGTH:]  # a text may be only a part of a line
         line = next((each for each in reversed(end.splitlines()) if each.strip()), "")
         return line[:MAX_LAST_LINE_LENGTH]
 
@@ -209,9 +209,9 @@ class OutputPipe:
 
 
 class Merger(Generic[M]):
-    """Puts the messages of a worker where their marks are in the text of its stdout; pure.
+    """Puts the messages of a worker where their marks are in the text of its stdout.
 
-    `up` and `ready` become True when the text has the mark that says so.
+    `up` and `ready` become True when the text has the mark that says so.  The class does no I/O.
     """
 
     def __init__(self, token: str) -> None:
@@ -219,8 +219,8 @@ class Merger(Generic[M]):
         self._pattern, self._cut_off = work.mark_pattern(token), work.cut_off_pattern(token)
         self.queue: deque[Text | int] = deque()  # text, and numbers of messages, in order
         self._messages: dict[int, M] = {}  # messages that have arrived, by number
-        self.placed = 0  # the last number whose place is known; a worker counts from 1
-        self._awaited_since: dict[int, float] = {}  # when each number was queued
+        self.placed = 0  # the number of the last message whose place in the text is known
+        self._awaited_since: dict[int, float] = {}  # when each number in `queue` was added
         self._last_arrival = 0.0  # when a message was last taken from the queue
         self._partial_mark = b""  # the beginning of a mark that is not complete yet
         self._stream: StreamName = "stdout"  # the stream of the text that follows
@@ -247,8 +247,8 @@ class Merger(Generic[M]):
     def receive_stderr(self, data: bytes) -> None:
         """Add bytes that the worker has written to file descriptor 2, as text of stderr.
 
-        Their place among the texts of descriptor 1 is not known.  If a message is missing whose
-        mark was read already, the bytes are put before that message.
+        It is not known where the bytes belong among the texts of descriptor 1.  If the text in the
+        queue waits for a message that has not come, the bytes are put before that message.
         """
         if text := self._decoders["pipe"].decode(data):
             places = (i for i, item in enumerate(self.queue) if isinstance(item, int))
@@ -275,8 +275,8 @@ class Merger(Generic[M]):
     def pop_ready(self, now: float) -> list[Text | M]:
         """Remove and return the texts and messages whose turn it is.
 
-        They end before a message whose mark was read and that has not arrived.  Such a message is
-        skipped if it does not arrive within `LOST_AFTER` seconds.
+        The result ends before a message that has not arrived although its mark was read.  Such a
+        message is skipped if it does not arrive within `LOST_AFTER` seconds.
         """
         items: list[Text | M] = []
         while self.queue:
@@ -337,7 +337,7 @@ class Merger(Generic[M]):
 # --- log files ------------------------------------------------------------------------------
 
 RUNS_KEPT = 20  # the newest runs below nbdist's own log folder; older runs are removed
-LONGEST_LOGGED = 1 << 20  # bytes by which a file may exceed its share to complete a line
+LONGEST_LOGGED = 1 << 20  # bytes that a log file may be too long, so that its last line is whole
 
 ATTEMPT_FOLDER = re.compile(r"attempt_\d+", re.ASCII)
 """The name of a folder with the log files of one start of the workers."""
@@ -403,7 +403,7 @@ class WorkerLog:
         self.close()
         if self.folder is not None:
             flags = os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW
-            with suppress(OSError):  # most full disks still have room for an empty file
+            with suppress(OSError):  # raised if the disk has no room even for an empty file
                 os.close(folders.open_private(self.folder / CUT_MARK, flags))
         self.folder = None
 

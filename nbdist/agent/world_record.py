@@ -25,9 +25,10 @@ from nbdist.wire.work import task_from
 from nbdist.wire.world_facts import WorldFacts, died_again_text
 
 TEXT_OF_ALL, TEXT_AT_LEAST = 256 << 20, 1 << 16
-"""How many characters of text are kept to replay: of all ranks, and at least of each rank.
+"""How many characters of a task's text are kept, to replay them to the next notebook.
 
-At most `TEXT_KEPT` characters of each rank are kept."""
+Each rank has an equal share of `TEXT_OF_ALL`, but at least `TEXT_AT_LEAST` and at most `TEXT_KEPT`
+characters."""
 
 Changing = messages.StartWorld | messages.StopWorld | messages.Heal | messages.Scale | messages.Grow
 """The calls after which the world may have other workers."""
@@ -42,16 +43,18 @@ class WorldRecord:
 
     def __init__(self) -> None:
         self.facts: WorldFacts | None = None  # None before the first start has succeeded
-        self.memory = messages.HandoverState()  # the last of the notebook, for the next notebook
+        self.memory = messages.HandoverState()  # what the notebook leaves to the next notebook
         self.began = time.time()  # when the world or its last task was started
         self.pending_calls: dict[int, Changing] = {}  # calls without an answer, by number
         self._next_call = 1  # the number of the notebook's next call
-        self._bound: dict[int, dict[str, str | None]] = {}  # see `Attached.bound`
+        # By rank: the variables that tasks have bound, each with its module if it was imported.
+        self._bound: dict[int, dict[str, str | None]] = {}
         self._count = 0  # how many tasks have begun since the world was started
-        # By id: the tasks in progress, and others until their outputs are acknowledged.
+        # By id: the tasks in progress, and finished tasks whose outputs are not yet acknowledged.
         self._tasks: dict[str, _TaskRecord] = {}
         self._other_outputs = Backlog()  # outputs of ranks that have run none of `_tasks`
-        # By task id: the ranks whose returned shared memory no notebook has released yet.
+        # By task id: the ranks that must keep shared memory with returned values, because no
+        # notebook has released the values yet.
         self._lent: dict[str, set[int]] = {}
         self._last: _TaskRecord | None = None
         self._failed: _TaskRecord | None = None  # the last failed task other than `_last`
@@ -230,7 +233,7 @@ class WorldRecord:
     def record_start(self, formed: Formation, hosts: Mapping[int, str] = {}) -> WorldFacts:
         """Record that all ranks were started; return the facts, which answer the `StartWorld`.
 
-        `hosts` is as in `WorldFacts`.
+        `hosts` has the name of each rank's machine if the world has a head, and is empty otherwise.
         """
         facts = WorldFacts(formed.spec, formed.pids, formed.logs, hosts, formed.missing)
         self._forget_world(facts)
@@ -242,13 +245,15 @@ class WorldRecord:
     ) -> messages.Healed:
         """Record that the group was formed again; return the answer to the notebook's request.
 
-        `hosts` and `rejoin_hint` are as in `WorldFacts`.  The deaths of ranks have been recorded
-        before, from the outputs.
+        `hosts` has the name of each rank's machine if the world has a head.  `rejoin_hint` tells
+        the user how lost machines can join again.  The deaths of ranks were recorded before, from
+        their outputs.
         """
         assert self.facts is not None
         change, problem = formed.change, formed.problem
-        # Forget the deaths of ranks beyond the new size, such as of a rank that could not be added.
-        # If numbers have changed, also forget deaths whose number now belongs to another process.
+        # Forget the deaths of ranks that the world does not have, such as a new rank that could not
+        # be added.  If ranks have got other numbers, also forget each death under a number that now
+        # belongs to another process.
         dead = {
             rank: died
             for rank, died in self.facts.dead.items()
@@ -277,8 +282,8 @@ class WorldRecord:
     def attached(self, since: float) -> messages.Attached:
         """Return the world and its tasks, without outputs, for a notebook that attaches.
 
-        `since` is the wall-clock time at which the last notebook left the world, which must have
-        been started.
+        `since` is the wall-clock time at which the last notebook left the world.  The caller must
+        make sure that the world has been started.
         """
         assert self.facts is not None
         tasks = tuple(task.attached for task in self._tasks.values())
@@ -313,7 +318,7 @@ class WorldRecord:
 
 MAX_RECORD_LINES, MAX_RECORD_LINE_LENGTH, MAX_RECORD_MESSAGE_LENGTH = 60, 400, 2000
 WITH_LINES, MAX_RANK_FAILURES = 8, 256
-"""For how many ranks a record keeps the lines of their errors, and for how many it keeps errors.
+"""For how many ranks of a task errors are kept with tracebacks, and for how many at all.
 
 The ranks that fail first are kept, because one of them has probably caused the other failures."""
 
@@ -334,8 +339,9 @@ class _TaskRecord:
     began_ns: int = field(default_factory=time.time_ns)
     ended: dict[int, float] = field(default_factory=dict)  # by rank: monotonic time of its end
     backlog: Backlog = field(default_factory=Backlog)
-    # Where ranks were when they were last located, and where ranks waited that were then released.
+    # Where ranks were when they were last located.
     places: Mapping[int, RankPosition] = field(default_factory=dict)
+    # Where ranks waited whose collectives were then aborted.
     aborted: dict[int, RankPosition] = field(default_factory=dict)
     troubles: dict[int, ReportedFailure] = field(default_factory=dict)
 
@@ -356,7 +362,7 @@ class _TaskRecord:
             self.ended[rank] = time.monotonic()
 
     def abort(self, ranks: tuple[int, ...]) -> None:
-        """Record that the collectives of `ranks` are being aborted: which ranks wait, and where."""
+        """Record where `ranks` wait in collectives, because these are being aborted now."""
         own = (rank for rank in ranks if rank in self.run.ranks)
         places = {rank: self.places.get(rank, RankPosition()) for rank in own}
         self.aborted.update((rank, place) for rank, place in places.items() if place.operation)

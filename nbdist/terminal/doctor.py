@@ -1,7 +1,8 @@
 """The command `nbdist doctor`, which checks whether workers can run on this machine.
 
-Packages may be missing, so the imports at the top need none. Another process,
-`python -m nbdist.worker about`, imports torch and reports what this torch can do.
+The command must run even if packages are missing, so the modules that this file imports at its top
+need only Python itself. Another process, `python -m nbdist.worker about`, imports torch and reports
+what this torch can do.
 """
 
 from __future__ import annotations
@@ -50,11 +51,10 @@ A DataLoader with worker processes, and nccl, need shared memory."""
 
 AGENT_THREADS, THREADS_OF_RANK = 20, 15
 AGENT_MEMORY, MEMORY_OF_RANK = 300 << 20, 80 << 20
-"""The threads and bytes that workers need at least, as the sum of two numbers.
+"""How many threads, and how many bytes of memory, an agent and each rank need at least.
 
-The first is for an agent with its guard and fork server, the second for each rank.  When measured,
-an agent had 5 threads and 120 MB, and a rank 12 threads and 75 MB; its first training step took
-200 MB more.
+The numbers of an agent include its guard and fork server.  When measured, an agent had 5 threads
+and 120 MB.  A rank had 12 threads and 75 MB, and 200 MB more after its first training step.
 """
 
 PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -63,7 +63,7 @@ LEVELS, CONCLUSION = ("problem", "warning", "ok"), "result"
 
 
 class Finding(NamedTuple):
-    """A line of the output: a problem or warning with a remedy, or at level "ok" a fact.
+    """A line that the command prints: a problem, a warning or, with the level "ok", a fact.
 
     The last line has the level `CONCLUSION`, and says whether workers can run here.
     """

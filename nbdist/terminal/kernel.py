@@ -88,7 +88,7 @@ def connected(pid: int) -> Iterator[BlockingKernelClient]:
 def ask(pid: int, function: str, *arguments: object, timeout: float) -> str:
     """Call a function of `nbdist.notebook.mcp_calls` in the kernel; return its output as text.
 
-    The text has no colours. Of a display that changes, the text has the last state. Raises
+    The text has no colours. If a display was updated, the text has only its last state. Raises
     UsageError if the kernel does not become free, or if the call takes longer than `timeout`.
     """
     shown: dict[str, str] = {}
@@ -123,9 +123,9 @@ def _messages(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the type and content of each output that the kernel publishes during a request.
 
-    `number` is the id of the request. Outputs that the request shows under a user's cell are
-    yielded, too. The status `idle`, by which the kernel ends the request, is yielded last. If
-    `timeout` seconds pass before that, the iterator ends without that status.
+    `number` is the id of the request. The request can also show outputs under a cell of the user;
+    these are yielded, too. The last item is the status `idle`, by which the kernel ends the
+    request. It is missing if the request takes longer than `timeout` seconds.
     """
     deadline, has_begun = time.monotonic() + timeout, False
     while (seconds_left := deadline - time.monotonic()) > 0:

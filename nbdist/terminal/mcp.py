@@ -76,9 +76,10 @@ FIND_TIMEOUT = 5.0
 """Seconds for worlds to describe themselves; a suspended world delays each answer by this time."""
 
 _question = threading.local()
-"""For each thread, `world` is the world that the thread's question is about; None before that.
+"""In each thread, `world` is the world that the assistant's present question is about.
 
-`_mask` collects the secrets of this world's ranks before it shows an answer."""
+It is None until `find_world` has found the world.  `_mask` needs the world to collect the secrets
+of its ranks before it shows an answer."""
 
 _secrets: set[str] = set()
 """The secrets that ranks, agents and notebooks have had so far.
@@ -146,8 +147,8 @@ def ranks_in(world: RunningWorld, ranks: str) -> tuple[int, ...]:
 def call_in_notebook(world: RunningWorld, function: str, *arguments: object, timeout: float) -> str:
     """Call a function of `nbdist.notebook.mcp_calls` in the world's notebook; return its output.
 
-    Raises UsageError if the world has no notebook, or if a cell runs and the function is not
-    `note`.
+    Raises UsageError if the world has no notebook. Also raises UsageError if a cell runs, except
+    for the function `note`, which shows a line under the user's last distributed cell.
     """
     if world.is_detached:
         raise UsageError(f"world {world.name} has no notebook: `%dist_attach` in one takes it over")
@@ -527,8 +528,8 @@ def _call_tool(tool: Tool, *arguments: Any, **named: Any) -> tuple[str, bool]:
 
 
 def _mask(text: str, *, keep_end: bool = False) -> str:
-    # Limit the text before masking, because patterns take long in long lines; and again after it,
-    # because `HIDDEN` can be longer than the secret.
+    # Limit the text before secrets are hidden, because patterns take long in long lines.  Limit it
+    # again afterwards, because the text in place of a secret can be longer than the secret.
     if _question.world is not None:
         collect_secrets(_question.world)
     shown = masked(bounded(strip(text), keep_end=keep_end), {*_secrets})

@@ -107,7 +107,9 @@ MADE_UP = re.compile(r"\d{8}-\d{6}-\d+|world|")
 """Matches the names that nbdist gives worlds without `--name`, which are not shown."""
 
 Before = dict[tuple[str, int], tuple[float, float]]
-"""By host and pid of a worker: when it was last measured, and its processor seconds until then."""
+"""The last measurement of each worker, by host and pid.
+
+Its first number is the time, and its second the processor seconds that the worker had used."""
 
 
 def cpu_since(before: Before, info: WorldInfo) -> dict[int, float]:
@@ -126,7 +128,7 @@ def cpu_since(before: Before, info: WorldInfo) -> dict[int, float]:
     return percents
 
 
-WORLD_STATUS_TIMEOUT = 8.0  # seconds for worlds to describe their ranks; more than a head needs
+WORLD_STATUS_TIMEOUT = 8.0  # seconds for worlds to describe their ranks; even a head needs less
 
 Picture = Sequence[tuple[WorldInfo, Mapping[int, float]]]
 """Worlds, each with the per cent of a core that its ranks use, as `cpu_since` returns."""
@@ -299,7 +301,10 @@ def _waits(places: Mapping[int, RankPosition], idle: Collection[int]) -> Iterato
 
 
 def stacks_text(stacks: Iterable[Stack]) -> str:
-    """Return the ranks' Python stacks as a text, equal stacks once; `no ranks` without stacks."""
+    """Return the ranks' Python stacks as a text, or `no ranks` if there are no stacks.
+
+    If several ranks have equal stacks, the text has the stack only once.
+    """
     stacks = [*stacks]
     pids = {stack.rank: str(stack.pid) for stack in stacks}
 
@@ -310,9 +315,10 @@ def stacks_text(stacks: Iterable[Stack]) -> str:
 
 
 def last_lines(logs: Sequence[LogTail], pattern: re.Pattern[str] | None, limit: int) -> str:
-    """Return the last lines of logs as a text, at most `limit` lines of each log; equal logs once.
+    """Return the last lines of logs as a text, at most `limit` lines of each log.
 
-    With a pattern only lines that match are returned.
+    With a pattern only lines that match are returned.  If several ranks have equal lines, the text
+    has these lines only once.
     """
     if logs and not any(each.file for each in logs):
         return "these workers have no log files (NBDIST_LOG_DIR is empty)"
@@ -321,7 +327,7 @@ def last_lines(logs: Sequence[LogTail], pattern: re.Pattern[str] | None, limit: 
 
 
 def success_text(task: TaskSummary) -> str:
-    """Return a line on the last task, which did not fail; the last failure is shown below it."""
+    """Return a line that says that the last task did not fail, and that a failure was before it."""
     return f"{_task_text(task)} did not fail; the last failure was before it:"
 
 
