@@ -461,10 +461,10 @@ class WorldConfig:
 
     @property
     def agent_options(self) -> tuple[object, ...]:
-        """The values with which agents are started; if they change, agents must be restarted.
+        """The options on which agents depend; if they change, a restart also starts new agents.
 
-        An agent on this machine serves any options, so for a world on this machine alone the only
-        value is the launcher.
+        For other machines, these are all options that cannot change while the world runs.  The
+        agent of a world on this machine alone serves any options, so only the launcher counts.
         """
         if self.launcher_name == LOCAL:
             return (LOCAL,)
@@ -510,9 +510,9 @@ class WorldConfig:
     def with_changes(self, n: int | str | None = None, **changes: Any) -> WorldConfig:
         """Return a copy with changed options; the variables of `env` are added to the present ones.
 
-        A new `n` replaces the old `layout`, and a new `layout` the old `n`.  If the launcher
-        changes, by its name or by an option that only another launcher has, then options that the
-        new launcher does not allow become None.
+        A new `n` replaces the old `layout`, and a new `layout` the old `n`.  `changes` can name
+        another launcher, or imply one, as `hosts` implies ssh.  Then the old options that the new
+        launcher does not allow become None.
         """
         changes = renamed_options(changes)
         new: dict[str, Any] = {**self._contradicted_options(changes), **changes}
@@ -525,11 +525,12 @@ class WorldConfig:
         return replace(self, **new)
 
     def _contradicted_options(self, changes: Mapping[str, object]) -> dict[str, None]:
-        """Return the present options that `changes` make invalid, each with None as its new value.
+        """Return the options that become None because `changes` choose a launcher.
 
-        If `changes` name a launcher, or an option that the present launcher does not allow, the
-        result has `launcher`, and the options that the new launcher does not allow and `changes` do
-        not set.  Otherwise the result is empty.
+        `changes` choose a launcher by its name, or by an option that the present launcher does not
+        allow, such as `hosts`.  The result then has the option `launcher` itself, and all options
+        that the new launcher does not allow, except those that `changes` set.  If `changes` choose
+        no launcher, the result is empty.
         """
         named = {name for name, each in OPTIONS.items() if each.launchers and changes.get(name)}
         is_taken = all(OPTIONS[name].is_for(self.launcher_name) for name in named)

@@ -50,8 +50,8 @@ def rebuild(kind: type[NbdistError], args: tuple[object, ...]) -> NbdistError:
 def bare(kind: type[E], *args: object) -> E:
     """Make an exception of a class without running any code of the class.
 
-    Only `__new__` of the builtin base class is called.  It raises TypeError if the class has a
-    `__new__` that is written in C or Rust.
+    Only `__new__` of the builtin base class is called, such as `ValueError.__new__`.  Raises
+    TypeError if the class has a `__new__` that is written in C or Rust.
     """
     base: Any = kind
     while base.__module__ != "builtins":
@@ -321,10 +321,10 @@ class WorkerError(NbdistError):
     """The cell failed on at least one rank; the output of failed ranks has the tracebacks.
 
     If the rank that failed first raised ValueError, `except ValueError` catches this error too:
-    `nbdist.world.result` makes the error an instance of a class that derives from both.  If no
-    class can derive from both, `original` is a copy of the rank's exception, or None if no copy can
-    be made.  `rank`, `host` and `pid` are those of the rank that failed first, and `errors` has the
-    errors of failed ranks.
+    `nbdist.world.result` makes the error an instance of a class that derives from WorkerError and
+    ValueError.  If no such class is possible, `original` is a copy of the rank's exception, or None
+    if no copy can be made.  `rank`, `host` and `pid` are those of the rank that failed first, and
+    `errors` has the errors of all failed ranks, by rank.
     """
 
     original: Exception | None = None
@@ -386,7 +386,7 @@ class RanksReleased(WorkerError):
 
 
 class CellTimeout(NbdistError, TimeoutError):
-    """The cell took longer than `--timeout` allows, and was stopped as by Stop."""
+    """The cell took longer than `--timeout` allows, and nbdist has interrupted it, as Stop does."""
 
     def __init__(
         self, seconds: float, where: str, running: Iterable[int] = (), *, is_safe: bool = True
@@ -405,7 +405,7 @@ class CellTimeout(NbdistError, TimeoutError):
 
 
 class JobTimeout(NbdistError, TimeoutError):
-    """A cell of `--no-wait` still runs at the end of the time for which a caller waits for it."""
+    """A caller has waited for a cell of `--no-wait` up to a timeout, and the cell still runs."""
 
     def __init__(self, title: str, seconds: float, doing: str) -> None:
         where = f": {doing}" if doing else ""
@@ -420,7 +420,10 @@ class JobLost(NbdistError):
 
 
 class JobCancelled(NbdistError, CancelledError):
-    """`Job.cancel` has ended a cell of `--no-wait`; `outcome` is the message of `Interrupted`."""
+    """`Job.cancel` has ended a cell of `--no-wait`.
+
+    `outcome` is for example "Stopped on ranks 0-3. No variables were lost."
+    """
 
     def __init__(self, title: str, outcome: str) -> None:
         super().__init__(f"{title} was cancelled. {outcome}")

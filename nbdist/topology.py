@@ -313,7 +313,7 @@ def driver_version() -> str:
     """Return the version of NVIDIA's driver; "" if the version cannot be found."""
     try:
         return DRIVER_VERSION.read_text().strip()
-    except OSError:  # the file is hidden or missing, as in `installed_gpus`
+    except OSError:  # the driver is missing, or its files are hidden, as in WSL
         match = _DRIVER.search(_nvidia_smi_output("-q"))
         return match[1] if match else ""
 
@@ -479,7 +479,7 @@ class Position(NamedTuple):
 
 
 Slots = tuple[Position, ...]
-"""The position of each rank, by rank; () for a single node without a limit of ranks."""
+"""The position of each rank, by rank; () if all ranks are on one node without a limit of ranks."""
 
 
 class Slot(NamedTuple):

@@ -14,14 +14,13 @@ from nbdist.agent.fork_server import start_guarded
 COMMANDS_GRACE = 3.0
 """Seconds for `srun` and similar commands to exit, with their agents, after the head has exited.
 
-The head's guard then sends SIGTERM to commands that still run, and kills them `COMMANDS_GRACE`
-seconds later. If the head itself does not exit within `AGENT_GRACE` + 2 * `COMMANDS_GRACE` seconds
-after its notebook, the guard kills the head, unless the world has the option `detach`.
+The head's guard then sends SIGTERM to commands that still run. After another `COMMANDS_GRACE`
+seconds the guard kills them.
 """
 
 
 def main() -> None:
-    """Run the head until it is shut down, in a child of this process, which becomes its guard."""
+    """Run the head in a forked child, until it is shut down; this process becomes its guard."""
     runtime, notebook_pid = Path(sys.argv[1]), int(sys.argv[2])
     guard, _ = start_guarded(runtime, notebook_pid, fork_server=False, grace=COMMANDS_GRACE)
     from nbdist.agent.notebook_link import run

@@ -205,9 +205,10 @@ class HeadLink:
                 self._link.send_multipart(frames, copy=False)
 
     def _start_lost_timer(self) -> None:
-        """Start a timer after which the agent gives up the link, unless libzmq reconnects before.
+        """Start a timer at whose end the agent gives up the link, if libzmq has not reconnected.
 
-        If nothing listens on the head's port any more, the agent gives up at once.
+        Also test the head's port. If nothing listens on the port, the head has exited, and the
+        agent gives up the link without waiting for the timer.
         """
         loop = asyncio.get_running_loop()
         if self._lost_timer is None:
@@ -228,9 +229,9 @@ class HeadLink:
         self._leave()
 
     async def close(self) -> None:
-        """Send the head the message that this agent exits, and close the link.
+        """Tell the head that this agent exits, and close the link.
 
-        Messages that are not sent yet are still sent, for at most `HEAD_LINK_LINGER` milliseconds.
+        After that, libzmq has `HEAD_LINK_LINGER` milliseconds to send the messages that wait.
         """
         if self._lost_timer is not None:
             self._lost_timer.cancel()
@@ -282,8 +283,8 @@ class HeadLink:
 
 
 WAY_TIMEOUT = 5.0  # seconds for an address of the head to answer
-ORDER_GRACE = 0.2  # further seconds for all other addresses, once an address has answered
-HEAD_REACH_TIMEOUT = 4.0  # seconds for a machine to answer, even if two packets are lost
+ORDER_GRACE = 0.2  # seconds for better addresses to answer, once any address has answered
+HEAD_REACH_TIMEOUT = 4.0  # seconds for a machine to answer: time to resend two lost packets
 
 
 class NoWay(OSError):
@@ -306,11 +307,11 @@ class Way:
 
 
 def find_route(ticket: Ticket, number: int = -1) -> Way:
-    """Return the route to the head by the first address in the ticket's order that answers.
+    """Return the route to the head by the best address in the ticket that answers.
 
-    All addresses are tried at once. Once an address has answered, the others have `ORDER_GRACE`
-    seconds more, because a better address may answer later: on the head's own machine, addresses of
-    container bridges answer quickly, but other machines cannot reach them. `number` is the number
+    The ticket lists the best address first. All addresses are tried at once. Once any address has
+    answered, the others have `ORDER_GRACE` seconds more: on the head's own machine, an address of
+    a container bridge may answer first, but other machines cannot reach it. `number` is the number
     of the agent's node, or -1 if the head has to choose a number. Raises NoWay if no address
     answers within `WAY_TIMEOUT` seconds.
     """

@@ -241,13 +241,12 @@ class Head:
         self._stopped_tasks.update(tasks)
 
     async def _spare(self, ranks: Collection[int]) -> tuple[int, ...]:
-        """Make agents kill none of `ranks`, even if they ignore Stop, until Stop is pressed again.
+        """Tell the agents not to kill `ranks` for ignoring Stop, until Stop is pressed again.
 
-        Returns the ranks for which this holds: those that are alive and that no agent is killing
-        already, and those for which the head still looks for a common step.
+        Returns the spared ranks: all but those that are dead, or that an agent is killing already.
         """
-        # For ranks in `_pending_stops` the agents do not know of the Stop before `InterruptAt`. So
-        # record these ranks, and send `SpareRanks` for them after `InterruptAt`.
+        # The head has not yet told the agents to interrupt the ranks in `_pending_stops`. So record
+        # which of them to spare, and send `SpareRanks` once `InterruptAt` has been sent.
         waiting = self._pending_stops.keys() & ranks
         self._spared |= waiting
         parts = self._parts(rank for rank in ranks if rank not in waiting).items()
@@ -257,7 +256,8 @@ class Head:
 
     async def _interrupt_at_common_step(self, tasks: Mapping[int, str]) -> None:
         deadline = time.monotonic() + STEP_TIMEOUT
-        # Also ask ranks that have finished the task: the others must make the same number of steps.
+        # Also ask ranks that have finished the task: the others must make as many optimizer steps
+        # as these ranks, so that all replicas of the model stay equal.
         ranks = [rank for rank, task in self._last_task.items() if task in tasks.values()]
         parts = self._parts(ranks).items()
         holding = asyncio.gather(*(node.execute(HoldRanks(part)) for node, part in parts))
@@ -321,13 +321,13 @@ class Head:
         node.send(messages.AgentReply(number, await self._store.ask(operation)))
 
     def _show(self, outputs: messages.Outputs, node: Node | None) -> None:
-        """Send a batch of outputs of a node to the notebook; `node` is None for the head's own.
+        """Send a batch of outputs to the notebook, and record the node from which it has come.
 
-        The node is recorded, because the head passes the notebook's acknowledgement on to it. The
-        notebook acknowledges batches in the order in which they were sent.
+        The notebook acknowledges batches in the order in which they were sent, and the head passes
+        each acknowledgement on to the recorded node. `node` is None if the head has made the batch.
         """
         for rank, task, output in outputs.items:
-            if node is None:  # a node has itself sent `Observed` for its outputs
+            if node is None:  # for outputs of a node, its agent sends `Observed`
                 self._notebook.observe(rank, task, output)
             if isinstance(output, Done | Died) and self._task_of.get(rank) == task:
                 del self._task_of[rank]
@@ -425,7 +425,8 @@ class Head:
     async def _close_pool(self) -> None:
         """Shut down all agents, and forget the machines.
 
-        This does not happen whenever a world ends, because the next world may use the same agents.
+        Not called when a world ends, because the next world may use the same agents. Called if the
+        next world needs other agents, if a start fails, and when the head exits.
         """
         pool, self._pool = self._pool, None
         self._node_of.clear()
@@ -438,7 +439,10 @@ class Head:
     async def _change(
         self, request: messages.Heal | messages.Scale | messages.Grow
     ) -> messages.Reply:
-        """Heal the world or change its size; return a `Healed`, or None if no world was started."""
+        """Heal the world or change its size; return a `Healed`, which is the answer in both cases.
+
+        Returns None if no world was started.
+        """
         if (pool := self._pool) is None or (spec := pool.forming.spec) is None:
             return None
         if isinstance(request, messages.Heal):
@@ -457,12 +461,15 @@ class Head:
         becomes smaller.
         """
         forming, change = pool.forming, Renumbering.none(spec.world_size)
-        for _ in range(1 + len(pool.nodes)):  # in each round but the last a node may be lost
+        # A round is repeated only if another node was lost meanwhile, so the number of nodes limits
+        # the number of rounds.
+        for _ in range(1 + len(pool.nodes)):
             nodes = pool.present_nodes
             spec = forming.spec or spec
             size = spec.world_size
             spec, keep = without_lost_nodes(spec, pool.config, nodes)
-            with suppress(CannotStart):  # heal all the same: a cell will fail if it lacks a file
+            # If a node does not get the files, go on: only cells that need the files will fail.
+            with suppress(CannotStart):
                 await self._send_code()
             if not keep:
                 formed = forming.unchanged(problem="all machines are lost")
@@ -506,7 +513,7 @@ class Head:
 NODE_STATUS_TIMEOUT = 5.0  # seconds for a node to answer; its agent has shorter timeouts
 
 RanksByNode = Mapping[Node, tuple[int, ...]]
-"""By node, the ranks on the node that a request is about."""
+"""The ranks that a request is about, grouped by the nodes on which they run."""
 
 
 async def ask(node: Node, request: messages.RequestBody) -> Any:
@@ -523,9 +530,9 @@ async def ask(node: Node, request: messages.RequestBody) -> Any:
 async def rows_of(
     nodes: Iterable[Node], request: messages.GetStatus | messages.OfEachRank
 ) -> tuple[Any, ...]:
-    """Send all nodes a request about their ranks; return all answers about ranks, sorted by rank.
+    """Ask all nodes about their ranks; return the answers, one for each rank, sorted by rank.
 
-    The ranks of nodes that do not answer are missing.
+    The answers for ranks of a node that does not reply are missing.
     """
     replies = await asyncio.gather(*(ask(node, request) for node in nodes))
     rows = (row for rows in replies for row in rows or ())

@@ -108,7 +108,7 @@ class Launched:
 
 
 class Launcher(Protocol):
-    """Starts the agents of a world; each `NodePool` makes a new launcher."""
+    """Starts the agents of a world; a launcher object is used for only one call of `launch`."""
 
     def launch(self, config: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
         """Start an agent on each machine that `config` names, and give it the ticket.
@@ -163,8 +163,8 @@ SSH_CONNECT_TIMEOUT = 5  # seconds for a host to answer ssh
 ALIVE_EVERY = 15
 """Seconds of silence after which ssh sends the host a request; ssh exits if three get no answer.
 
-If `link_timeout` is longer, ssh uses it instead: ssh must not exit before the head counts the host
-as lost.
+If the option `--link-timeout` is longer, ssh waits for that time instead, so that ssh does not exit
+before the head counts the host as lost.
 """
 
 
@@ -224,8 +224,8 @@ class JoinLauncher:
     def launch(self, config: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
         """Write the ticket to a file in the user's state folder, in which `nbdist join` finds it.
 
-        The file is removed when the head shuts down the agents. The head waits for the number of
-        machines in `config.min_nodes`.
+        The file is removed when the head shuts down the agents. The head waits until at least
+        `config.min_nodes` machines have joined.
         """
         drop_dead_join_keys()
         key, invitation = write_join_key(ticket), f"nbdist join {place_of(ticket)}"
@@ -252,23 +252,23 @@ _FAILURE_REASONS = {
     r"(?:exec: )?(\S+): Permission denied": "{0} cannot be executed there: {named_by}",
     r"^nbdist: (.*)": "{0}",
 }
-"""The reasons that users are shown if no agent starts, each by a pattern of the error message.
+"""Why no agent has started, in words for the user; the keys are patterns of error messages.
 
-The messages come from ssh, a shell, Python or nbdist.
+The error messages are those of ssh, a shell, Python or nbdist.
 """
 
 
 def why_refused(host: str, lines: Sequence[str], command: str = "") -> str:
     """Return why no agent was started on a host, or "" if the reason is not known.
 
-    `lines` are the last lines of the process that was to start the agent, by `command`. The reason
-    is that of the first pattern in `_FAILURE_REASONS` that matches them.
+    `command` is the command that should have started the agent, and `lines` are the last lines that
+    it has written. The first pattern of `_FAILURE_REASONS` that matches them gives the reason.
     """
     text = "\n".join(lines)
     for pattern, reason in _FAILURE_REASONS.items():
         if match := re.search(pattern, text, re.MULTILINE):
-            # The missing program may be a word of `--wrap` or the interpreter. In the command, the
-            # words of `--wrap` come before the interpreter.
+            # Find out which option names the missing program: `--wrap`, whose words come before the
+            # interpreter in the command, or `--python`, which names the interpreter.
             *wrapper, _ = re.split(
                 r"[\s'\"]+", command.partition(f" {' '.join(MODULE_OPTIONS)} ")[0]
             )

@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class NodeLost(Exception):
-    """Raised if a node is lost or did not answer in time; the message says which of both."""
+    """Raised if a node is lost or did not answer in time; the message says which."""
 
 
 class Node:
@@ -208,17 +208,19 @@ def _has_cuda(node: Node) -> bool:
 def _usable_slots(config: WorldConfig, nodes: Sequence[Node]) -> Slots:
     """Return all slots on these nodes that the options allow workers to use; raises NoSlots."""
     room = room_of(config, nodes)
-    # Use at most `per_node` slots of each node. A node's further room stays free, for example for
-    # ranks of lost nodes.
+    # Use at most `per_node` slots of each node. If a node has more slots, the others stay free, for
+    # example for ranks of lost nodes.
     limit = config.per_node if isinstance(config.per_node, int) else max(room.values())
     workers = {node: min(room[node], limit) for node in sorted(room)[: config.max_nodes]}
     return tuple(free_slots(workers))
 
 
 def place_new_world(spec: WorldSpec, config: WorldConfig, nodes: Sequence[Node]) -> WorldSpec:
-    """Return `spec` completed for these nodes: number of ranks, their slots, backend, MASTER_ADDR.
+    """Return `spec` with the fields set that depend on the nodes of the new world.
 
-    Raises NoSlots if the nodes lack room for the number of workers in `config`, or GPUs or nccl.
+    These are the number of ranks, the slot of each rank, the backend, and the address and port of
+    rank 0's machine. Raises NoSlots if the nodes lack room for the number of workers in `config`,
+    or if they lack GPUs or nccl.
     """
     room, free = room_of(config, nodes), _usable_slots(config, nodes)
     size = len(free) if config.workers is None else config.workers
@@ -278,7 +280,7 @@ def without_lost_nodes(
 
 
 def attainable_size(config: WorldConfig, nodes: Sequence[Node]) -> int:
-    """Return for how many ranks the nodes have room, but no more than the user has requested."""
+    """Return how many ranks the world can have on these nodes: at most as many as requested."""
     slots = len(_usable_slots(config, nodes))
     return slots if config.workers is None else min(slots, config.workers)
 
@@ -353,10 +355,10 @@ class KeptCode:
         self._parts: tuple[PutCode, ...] = ()
 
     async def store(self, request: GetCode | PutCode, nodes: Iterable[Node]) -> CodeHeld:
-        """Keep a message of the notebook; once the archive is complete, send it to the nodes.
+        """Keep what the notebook sends; once the archive is complete, send it to the nodes.
 
-        Each `PutCode` has a part of the archive. A `GetCode` announces the archive; if the kept
-        archive has another digest, it is dropped. Returns the same as `distribute`.
+        A `GetCode` announces an archive by its digest; a kept archive with another digest is
+        dropped. Each `PutCode` has a part of the archive. Returns the result of `distribute`.
         """
         match request:
             case GetCode(digest):
@@ -374,8 +376,9 @@ class KeptCode:
     async def distribute(self, nodes: Iterable[Node]) -> CodeHeld:
         """Send the archive to the nodes that lack it; do nothing if the archive is not complete.
 
-        Returns the answer of the first node with a problem. Without a problem, returns that all
-        nodes have the folder (`is_here`), and whether all share the notebook's own (`is_shared`).
+        If a node reports a problem, return its answer. Otherwise the result has `is_here` set,
+        which means that all nodes have the folder. It also has `is_shared` set if all nodes see the
+        notebook's own folder, on a shared file system.
         """
         if self._query is None or not self._is_whole:
             return CodeHeld("")

@@ -61,8 +61,8 @@ class NodePool:
 
     `nodes` has the machines by number, also lost ones. The pool calls `on_message` with each
     message of a node after the first (`NodeHello`), `on_lost` when a node is lost, and `on_joined`
-    when a node joins after the start. While nodes are silent, the pool calls `notify` again and
-    again with their names, and at last with no names.
+    when a node joins after the start. While nodes are silent, the pool calls `notify` repeatedly
+    with their names. When no node is silent any more, it calls `notify` once with no names.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class NodePool:
 
         Returns False if `config` requests other machines, if fewer than `config.min_nodes` nodes
         are present, or if nodes are missing and no node can join any more. If `config` requests the
-        same machines, the pool adopts it as its own `config`, even if the result is False.
+        same machines, it replaces the pool's own `config`, whatever the result is.
         """
         if _machine_options(config) != self._machine_options:
             return False
@@ -138,9 +138,10 @@ class NodePool:
 
     @property
     def _is_short(self) -> bool:
-        """Whether fewer nodes are present than the largest number that the user has requested.
+        """Whether nodes are missing, so that the world could have more nodes than are present.
 
-        If the user has requested no largest number, this is True if any node is lost.
+        If the options limit the number of nodes (`config.max_nodes`), this is True if fewer nodes
+        are present. Without a limit, it is True if any node is lost.
         """
         # With `--salloc` the maximum does not count: if Slurm has granted fewer nodes, this is no
         # reason to ask for another allocation.
@@ -210,7 +211,8 @@ class NodePool:
 
     async def _wait_for_nodes(self, report: Callable[[str], None]) -> None:
         launched, config = self._launched, self.config
-        # 0 means that all nodes of the launcher must join, unless the user has allowed fewer.
+        # How many nodes are enough if the user has allowed the world to start with fewer nodes than
+        # the launcher starts; 0 means that all of them must join.
         minimum = config.min_nodes if config.max_nodes and config.min_nodes < launched.nodes else 0
         awaited = Awaited(launched.nodes, config.workers, launched.invitation, minimum)
         deadline = asyncio.get_running_loop().time() + launched.arrive_timeout
@@ -433,12 +435,12 @@ def _first_complaint(processes: Sequence[LauncherProcess]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """The number of nodes for which the start of a world waits.
+    """How many nodes must join before a world starts.
 
-    `invitation` is the command that a user runs on a machine to let it join, or "" if a launcher
-    starts agents. With an invitation, the start also waits until the nodes have room for all
-    `workers`, if this number is given. If `least` is not 0, then `least` nodes are enough once no
-    further node has joined for `LAST_CALL` seconds.
+    The start waits for `nodes` nodes. If `least` is not 0, then `least` nodes are enough once no
+    further node has joined for `LAST_CALL` seconds. If machines join by a command that the user
+    runs, `invitation` is this command. The start then waits for all nodes, and until they have room
+    for the number of `workers`, if it is given.
     """
 
     nodes: int
@@ -447,16 +449,16 @@ class Awaited:
     least: int = 0
 
     def can_start_without_rest(self, room: Mapping[str, int]) -> bool:
-        """Return True if the world can start with the nodes in `room`, although others are missing.
+        """Return True if the nodes that have joined are enough, although others are missing.
 
-        `room` says for how many workers each node has room, by the name of the node.
+        `room` says, by the name of each node that has joined, how many workers fit on the node.
         """
         return 0 < self.least <= len(room) and not self.invitation
 
     def is_complete(self, room: Mapping[str, int]) -> bool:
-        """Return True if no further node is needed.
+        """Return True if the start need not wait for further nodes.
 
-        `room` says for how many workers each node has room, by the name of the node.
+        `room` says, by the name of each node that has joined, how many workers fit on the node.
         """
         if len(room) < self.nodes:
             return False
@@ -465,8 +467,8 @@ class Awaited:
     def text(self, room: Mapping[str, int]) -> str:
         """Return a line on the progress, such as `1 of 2 nodes: a (4)`.
 
-        `a` is a node with room for 4 workers. As long as nodes are missing, the line begins with
-        the command of an `invitation`.
+        In this line, `a` is a node that has joined, with room for 4 workers. While nodes are
+        missing that the user must invite, the line begins with the command to run (`invitation`).
         """
         hosts = ", ".join(f"{name} ({number})" for name, number in room.items())
         text = f"{len(room)} of {count(self.nodes, 'node')}"

@@ -194,10 +194,7 @@ def actor_name(config: WorldConfig, number: int) -> str:
 
 
 def read_message(stream: IO[bytes] | None) -> Any:
-    """Wait for the next message of the other process; return None if no more messages come.
-
-    The processes are the head and the driver.
-    """
+    """Wait for a message between head and driver; return None if no more messages can come."""
     assert stream is not None
     try:
         return pickle.load(stream)
@@ -206,7 +203,7 @@ def read_message(stream: IO[bytes] | None) -> Any:
 
 
 def send(stream: IO[bytes] | None, message: object) -> None:
-    """Send a message from the head to the driver or back; drop it if the receiver has exited."""
+    """Send a message to the driver or to the head; drop the message if that process has exited."""
     assert stream is not None
     with suppress(OSError, ValueError):
         pickle.dump(message, stream)
@@ -334,9 +331,9 @@ if code < 0:
     os.kill(os.getpid(), -code)
 sys.exit(code)
 """
-# The program of a process between an actor and its agent's guard. The process runs the guard, and
-# exits with the guard's exit code. If an actor ends, Ray kills the actor's own children. The guard
-# must survive this, to end the leftovers of a killed agent, so the guard is no child of the actor.
+# The program of a process between an actor and the guard of its agent. It runs the guard, and exits
+# with the guard's exit code. If an actor ends, Ray kills the actor's own children. The guard must
+# survive this, to end what a killed agent leaves behind, so the actor does not start it directly.
 
 
 class AgentActor:
@@ -354,8 +351,9 @@ class AgentActor:
     def run(self, command: Sequence[str], guess: str, ticket: bytes) -> tuple[int, list[str]]:
         """Run `command`, which is the agent, until it exits; return its exit code and last lines.
 
-        `guess` is the path of the head's interpreter in `command`, or "" if the user has chosen an
-        interpreter. If this node has no file `guess`, the actor's own interpreter runs the agent.
+        `guess` is "" if the user has chosen an interpreter. Otherwise `command` has the head's
+        interpreter, and `guess` is its path. If this node has no file with this path, the actor's
+        own interpreter runs the agent.
         """
         replacements = {guess: sys.executable} if guess and not os.path.exists(guess) else {}
         # Give the agent the environment of the node, without variables that Ray has set for actors.
@@ -401,7 +399,8 @@ def drive() -> None:
 
     Returns when stdin is closed, or when the actors cannot be started.
     """
-    # Let stdout be stderr, a log file, for what Ray prints. Only messages go to the head.
+    # Send what Ray prints to the log file, which is stderr. The old stdout leads to the head, and
+    # only messages may be written there.
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     config, ticket = read_message(sys.stdin.buffer)
@@ -485,10 +484,10 @@ def reserve_nodes(config: WorldConfig) -> tuple[list[Reserved], list[str]]:
 
 
 def word_busy(bundles: Sequence[Bundle], free: Bundle, total: Bundle) -> str:
-    """Return a message which says that too few of the cluster's resources are free, and which.
+    """Return a message which says that the needed resources did not become free in time.
 
     `bundles` has the resources that each node of the world needs.  `free` and `total` are resources
-    of the whole cluster.
+    of the whole cluster, which the message names, too.
     """
     nodes = f"{count(len(bundles), 'node')} with {word_bundle(bundles[0])}"
     return (
@@ -539,9 +538,10 @@ def serve(agents: Sequence[tuple[Any, Any]], output: IO[bytes]) -> None:
 
 
 def agent_end(number: int, result: Future[tuple[int, list[str]]]) -> Ended:
-    """Return the message to the head that agent `number` has ended.
+    """Return the message by which the head learns that agent `number` has ended.
 
-    It has the exit code and last lines of the agent, or Ray's error message if the actor was lost.
+    The message has the agent's exit code and last lines. If the actor was lost, it has the code of
+    SIGKILL and Ray's error message instead.
     """
     error = result.exception()
     if error is None:

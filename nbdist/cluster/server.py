@@ -38,14 +38,16 @@ from nbdist.wire.transfer import Frame, FrameKind, Mismatch, Numbered
 
 log = logging.getLogger("nbdist.cluster")
 
-ROUNDS = 5  # rounds of the event loop until it no longer watches the closed sockets
+ROUNDS = 5  # rounds of the event loop for which `close` waits
 LINGER = 500  # milliseconds for the last messages to reach agents after `close`
-SILENT_AFTER = 2.5  # seconds until a silent agent is reported, at most half of `link_timeout`
+# An agent is reported as silent after this many seconds, or after half of `link_timeout` if that is
+# less.
+SILENT_AFTER = 2.5
 
 TCP_INFO, LAST_RECEIVED = 11, struct.Struct("=52xI")
-"""The option for getsockopt, and the struct that it fills (tcp_info in linux/tcp.h).
+"""The option by which getsockopt returns a struct tcp_info (linux/tcp.h), and its layout.
 
-The field is `tcpi_last_data_recv`, the milliseconds since the last byte has come.
+Only one field is read: `tcpi_last_data_recv`, the milliseconds since the last byte has come.
 """
 
 
@@ -55,10 +57,10 @@ class _Line:
 
     `numbered` keeps sent messages until the agent has acknowledged them. `lost_for` has the seconds
     since the connection was lost, or None while the agent is connected. Seconds in which the head's
-    process was paused do not count, because the agent may have reconnected in the pause, of which
-    the head reads later. `_fd` is libzmq's descriptor of the connection. Once the connection is
-    closed, that of another agent may get the same descriptor: `_peer`, the agent's address, tells
-    the two apart.
+    process was paused do not count: the agent may have reconnected during the pause, and the head
+    learns this only later. `_fd` is libzmq's descriptor of the connection, and `_peer` is the
+    agent's address. If another agent's connection gets the same descriptor later, its address
+    differs from `_peer`.
     """
 
     numbered: Numbered = field(default_factory=Numbered)
@@ -67,7 +69,7 @@ class _Line:
     _peer: object = None
 
     def set_connection(self, frame: zmq.Frame) -> None:
-        """Record that the agent is connected, by the connection over which `frame` has come."""
+        """Record that the agent is connected now, and which connection `frame` has come from."""
         self._fd, self._peer, self.lost_for = int(frame.get("__fd")), None, None
         with suppress(OSError), socket.socket(fileno=os.dup(self._fd)) as connection:
             self._peer = connection.getpeername()
@@ -91,8 +93,8 @@ class NodeServer:
 
     An agent is known by its identity (bytes), which it keeps when it reconnects. The server calls
     `on_message` with the identity and each message of an agent, and `on_lost` when an agent has
-    ended or counts as lost. While agents are silent, it calls `on_silent` again and again with all
-    of their identities, and at last with none.
+    ended or counts as lost. While agents are silent, the server calls `on_silent` repeatedly with
+    their identities. When no agent is silent any more, it calls `on_silent` once with no identity.
     """
 
     def __init__(
@@ -171,8 +173,8 @@ class NodeServer:
             self._socket.disable_monitor()
             self._monitor.close(0)
             self._auth.stop()
-        # The loop stops watching the descriptors of the cancelled tasks only in its next rounds.
-        # Wait for this: afterwards the next server's sockets may get the same descriptors.
+        # The event loop stops watching the sockets only in its next rounds. Wait for this before
+        # closing the sockets, because the next server's sockets may get the same descriptors.
         for _ in range(ROUNDS):
             await asyncio.sleep(0)
         self._socket.close()
@@ -238,7 +240,7 @@ class NodeServer:
     async def _send_heartbeats(self) -> None:
         """Send all agents a heartbeat every `BEAT_INTERVAL` seconds; find silent and lost agents.
 
-        The head must send, because libzmq reports only then that a connection was lost.
+        libzmq reports that a connection was lost only when the head sends something over it.
         """
         silent: set[bytes] = set()
         while True:
@@ -305,8 +307,8 @@ def addresses(preferred: str | None) -> tuple[str, ...]:
 def listen_addresses(preferred: str | None) -> tuple[str, ...]:
     """Return the addresses of this machine at which the head must listen; () means all of them.
 
-    They are `preferred`, or the addresses of the network interface with this name. Returns () if
-    `preferred` is None or "", or if it is no address of this machine.
+    `preferred` is the address to return, or the name of a network interface whose addresses to
+    return. Returns () if `preferred` is None, "", or an address that this machine does not have.
     """
     local = addresses(preferred) if preferred else ()
     return local if own_addresses().issuperset(local) else ()

@@ -90,7 +90,8 @@ class SlurmLauncher:
     def launch(self, config: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
         """Start agents in the notebook's allocation, or with `--salloc` in a new allocation.
 
-        Returns before the new allocation is granted. Raises LaunchError or OSError if that fails.
+        Does not wait until Slurm grants the new allocation. Raises LaunchError or OSError if agents
+        cannot be started.
         """
         needed = ("salloc", "srun") if config.salloc else ("scontrol", "srun")
         if missing := [name for name in needed if shutil.which(name) is None]:
@@ -316,7 +317,7 @@ def word_complaint(name: str, lines: Sequence[str]) -> str:
 
 
 def word_queue(lines: Sequence[str]) -> str:
-    """Return a line which says that the job waits in Slurm's queue, and why, or "" if it does not.
+    """Return a line such as `job 7 waits in Slurm's queue: Priority`; "" if the job does not wait.
 
     `lines` are the last lines in the log of `own_allocation`.
     """
@@ -344,15 +345,15 @@ CARRIED = frozenset(
 """Environment variables of the head that agents get, besides `OF_SLURM`."""
 
 OF_SLURM = frozenset(("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CLUSTER_NAME", "SLURM_JWT"))
-"""Environment variables that Slurm's commands need.
+"""The environment variables of Slurm that its commands need.
 
-They do not get Slurm's other variables, because `srun` takes many of them as options, and could
-start too many agents.
+Slurm's other variables are removed before a command runs: `srun` takes many of them as options, and
+could start too many agents.
 """
 
 GRANTED = "Granted job allocation"
 REASON, NO_REASON = "nbdist: the queue: ", "None"
-"""The beginning of a log line that says why a job waits, and what squeue writes for no reason."""
+"""The beginning of a log line that says why a job waits, and squeue's word for no reason."""
 _JOB_NUMBER = re.compile(r"(?:Granted|Pending) job allocation ([0-9]+)")
 _FINAL_JOB_STATES = frozenset(("", "COMPLETING"))
 _FORGOTTEN = "Invalid job id"
@@ -381,7 +382,8 @@ def own_allocation() -> None:
     the log says so.
     """
     salloc = subprocess.Popen(sys.argv[1:], env=salloc_environ(os.environ))
-    # Ignore SIGTERM: its sender has closed stdin before, and this process ends by itself.
+    # Ignore SIGTERM, so that it does not end this process before the job is cancelled. Whoever
+    # sends SIGTERM has closed stdin before, and so this process will exit by itself.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     poller = select.poll()
     poller.register(os.pidfd_open(salloc.pid), select.POLLIN)
@@ -392,7 +394,8 @@ def own_allocation() -> None:
     number = numbers[-1] if (numbers := _JOB_NUMBER.findall(log_text)) else ""
     if salloc.returncode is None:
         if GRANTED not in log_text:
-            salloc.terminate()  # while its job is in the queue, salloc does not notice closed stdin
+            # While its job is in the queue, salloc does not notice that stdin was closed.
+            salloc.terminate()
         with suppress(subprocess.TimeoutExpired):
             salloc.wait(JOB_END_TIMEOUT)
     elif salloc.returncode < 0:
@@ -428,8 +431,8 @@ def _wait_for_end(poller: select.poll) -> None:
 def cancel(number: str) -> str:
     """Cancel a job, and wait until Slurm has ended it or is ending it.
 
-    Returns "". If this takes longer than `CANCEL_TIMEOUT`, returns a message which says that the
-    job may still run.
+    Returns "" if this succeeds within `CANCEL_TIMEOUT` seconds, or else a message which says that
+    the job may still run.
     """
     deadline = time.monotonic() + CANCEL_TIMEOUT
     while (state := _squeue(number, "%T")) not in _FINAL_JOB_STATES:

@@ -191,10 +191,10 @@ def write_join_key(ticket: Ticket) -> Path:
 
 
 def find_join_key(place: HeadAddress) -> Ticket | None:
-    """Return the stored ticket of the world at this address.
+    """Return the stored ticket of the world at this address; None if there is not exactly one.
 
-    If no ticket has this host, return a ticket with the same port if there is only one. Returns
-    None if no ticket fits, or more than one.
+    If no ticket has this host, only the port is compared, because the user may have typed another
+    name of the host.
     """
     by_port = [ticket for _, ticket in _join_keys() if ticket.port == place.port]
     by_address = [ticket for ticket in by_port if place.host in ticket.addresses]
@@ -230,7 +230,7 @@ def own_addresses() -> set[str]:
 
 
 def _is_alive(address: str, port: int) -> bool:
-    with suppress(OSError):  # after another error than a refusal the head may be alive
+    with suppress(OSError):  # only a refused connection proves that the head has exited
         try:
             socket.create_connection((address, port), ADDRESS_PROBE_TIMEOUT).close()
         except ConnectionRefusedError:
@@ -322,7 +322,9 @@ def _run_agent(place: HeadAddress, key_file: str | None, number: int) -> int:
             agent.stdin.close()  # makes the agent end its workers and exit
         with suppress(subprocess.TimeoutExpired):
             agent.wait(JOIN_LEAVE_TIMEOUT)
-        agent.kill()  # kills the guard above the agent: the agent then gets SIGTERM, and exits
+        # The process that was started is the guard, and its child is the agent. When the guard is
+        # killed, Linux sends the agent SIGTERM, and the agent exits.
+        agent.kill()
         agent.wait()
     return code if code >= 0 else 1
 
@@ -373,12 +375,13 @@ LOCAL_RANKS = (
     *("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID"),
     "SLURM_LOCALID",
 )
-NODE_NUMBERS = ("GROUP_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
-"""Environment variables that hold a process's local rank, and others that hold a node's number.
+"""Environment variables in which torchrun, MPI or Slurm tells a process its local rank.
 
-torchrun, MPI, Slurm and Kubernetes set them. Several may be set, since mpirun and torchrun can run
-in jobs of Slurm.
+Several may be set, since mpirun and torchrun can run in jobs of Slurm.
 """
+
+NODE_NUMBERS = ("GROUP_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
+"""Environment variables in which torchrun, Slurm or Kubernetes tells a process its node number."""
 
 OF_STARTERS = (
     *("TORCHELASTIC_", "OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "PALS_", "HYDI_"),

@@ -60,7 +60,7 @@ class BulkTransfers:
     ranks would wait in a collective for a rank with a slow link. Values that ranks return stay in
     shared memory of the head until the notebook has read them.
 
-    `node` returns the `Node` with a number, `send_run` sends a task to the nodes of its ranks,
+    `node` returns the `Node` for its number, `send_run` sends a task to the nodes of its ranks,
     `show_outputs` sends outputs to the notebook, and `spawn` runs a coroutine in the background.
     """
 
@@ -191,8 +191,8 @@ class BulkTransfers:
     def hold_back(self, node: int, outputs: Outputs) -> Outputs:
         """Return those outputs of a node that the notebook can get now, and hold back the others.
 
-        If a rank's task has returned big values, its end is held back until they are fetched, and
-        so are the rank's later outputs.
+        If a task has returned big values on a rank, the end of the task is held back until the head
+        has fetched the values. The rank's later outputs are held back as long.
         """
         items = []
         for rank, task, output in outputs.items:

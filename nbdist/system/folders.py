@@ -237,9 +237,9 @@ def open_trusted(path: Path) -> int:
 def _open_own(path: Path, above: int | None, flags: int) -> int:
     """Open this user's file or folder and return its descriptor.
 
-    With `above`, the descriptor of a folder, only the last part of `path` is used, in this folder.
-    Raises Untrusted if other users can write to the file or folder.  The permission bits of the
-    group show this even if the reason is an access control list.
+    `above` is the descriptor of the folder above; without it, the whole `path` is used.  Raises
+    Untrusted if the file or folder is a symbolic link, belongs to another user, or can be written
+    by others.  If an access control list lets others write, the group's permission bits show this.
     """
     name = path if above is None else path.name
     if stat.S_ISLNK(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
@@ -273,7 +273,7 @@ LAST_PLACES = ("/tmp", "/var/tmp")
 """Folders in which runtime folders are made if no folder of the environment can be used."""
 
 LONGEST_SOCKET_NAME, SOCKET_PATH_LIMIT = "a123456g1234r123456.tasks", 107
-"""The longest name of a socket in the folder, and the most bytes in the path of a socket.
+"""The longest name of a socket in a runtime folder, and the most bytes in the path of a socket.
 
 Linux allows 108 bytes, with a final zero (unix(7))."""
 
@@ -289,8 +289,8 @@ class RuntimeFolder:
     """
 
     def __init__(self) -> None:
-        # Remove old folders in all places, because an earlier notebook may have had other variables
-        # for places.  Folders of running worlds match the pattern too, but are locked and stay.
+        # Remove old folders in all places, because an earlier notebook may have used another place.
+        # Folders of running worlds match the pattern too, but `remove` keeps locked folders.
         for folder in (each for parent in places() for each in parent.glob(MADE_NAME)):
             remove(folder)
         problems = {}

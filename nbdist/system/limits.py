@@ -149,9 +149,9 @@ def word_lack_of_files(workers: int) -> str:
 
 
 ASKED_FROM, UNLIMITED = 32 << 20, 1 << 60
-"""For how many bytes or more `require_memory` reads the limits, and which limit counts as none.
+"""The fewest bytes for which `require_memory` reads the limits, and the limit that means no limit.
 
-Reading the limits takes 0.2 ms."""
+Smaller values are not worth the 0.2 ms that reading takes."""
 
 OOM_KILL = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
@@ -180,11 +180,11 @@ class ControlGroup(NamedTuple):
 def control_groups(
     controller: str, pid: int | str = "self", proc: Path = _PROC
 ) -> Iterator[ControlGroup]:
-    """Yield the control groups of a process that may have files of a controller, innermost first.
+    """Yield the control groups of a process in which a controller may have files, innermost first.
 
-    `controller` is for example "memory".  A machine has the files of a controller either in version
-    1 of control groups or in version 2.  Groups of version 2 are always yielded, so the caller must
-    expect that the files are missing.
+    The controller is the part of Linux that limits a resource, such as "memory" or "pids".  Groups
+    of version 2 are yielded even if this controller has no files in them, so the caller must expect
+    that files are missing.
     """
     try:
         entries = (proc / str(pid) / "cgroup").read_text().splitlines()
@@ -207,9 +207,10 @@ def control_groups(
 
 
 def _upwards(mounted: Path, root: str, path: str | None) -> Iterator[Path]:
-    """Yield the folder of the group `path`, and the folders above it up to the mount point.
+    """Yield the folder of a control group, and the folders above it up to the mount point.
 
-    The group `root` is mounted at the folder `mounted`.  With None as `path`, nothing is yielded.
+    `path` is the group, as /proc/PID/cgroup names it.  `mounted` is the mount point, which has the
+    files of the group `root`.  Yields nothing if `path` is None.
     """
     if path is None:
         return
@@ -297,9 +298,9 @@ def _fields(file: Path) -> dict[str, int]:
 class OomKills:
     """Finds out whether Linux has probably killed a process for lack of memory.
 
-    The object compares how often Linux has killed for this reason (OOM kills) before and after the
-    process's death.  It uses the count of the process's innermost control group that has one, or
-    the count of the whole machine.
+    Linux counts such kills (OOM kills).  The object compares the count from before the process's
+    death with the count after.  The count is that of the process's innermost control group that has
+    a count, or else that of the whole machine.
     """
 
     def __init__(self, pid: int) -> None:
@@ -313,8 +314,7 @@ class OomKills:
     def text(self, exit_code: int) -> str:
         """Return a line which says that the process was probably killed for lack of memory.
 
-        Returns "" if another signal than SIGKILL or no signal has ended the process, or if the
-        number of OOM kills has not grown.
+        Returns "" unless SIGKILL has ended the process and the number of OOM kills has grown.
         """
         now = _oom_kills_in(self.file)
         if exit_code != -signal.SIGKILL or now <= self._before:

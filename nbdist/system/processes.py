@@ -32,10 +32,10 @@ _SOURCE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(
 
 
 def agent_command(python: str | None, number: int = -1) -> list[str]:
-    """Return the command that starts an agent of a head, by the interpreter `python`.
+    """Return the command that starts an agent, which then connects to a head.
 
-    With None this process's interpreter is used.  `number` is the number of the agent's node; with
-    -1 the head chooses one.
+    `python` is the interpreter that runs the agent; None or "" means this process's interpreter.
+    `number` is the number of the agent's node, or -1 if the head has to choose a number.
     """
     node = [] if number < 0 else ["--node", str(number)]
     return [python or sys.executable, *MODULE_OPTIONS, "nbdist.agent", "--ticket", *node]
@@ -74,7 +74,8 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 def signal_on_parent_exit(number: signal.Signals, parent: int) -> bool:
     """Let Linux send this process the signal `number` when its parent exits.
 
-    Return False if the parent, the process `parent`, has exited already; then no signal will come.
+    `parent` is the pid that the parent had.  Returns False if the parent has exited already, so
+    that no signal will come.
     """
     _prctl(PR_SET_PDEATHSIG, number)
     return os.getppid() == parent
@@ -94,7 +95,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def _processes() -> Iterator[tuple[int, list[str]]]:
-    """Yield the pid and the `_stat` of each process: state, parent, process group and so on."""
+    """Yield each process's pid, and its state, parent, process group and so on (`_stat`)."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         yield int(pid), _stat(pid)
 
@@ -189,7 +190,10 @@ class Schedule(NamedTuple):
 
 
 def schedule(pid: int, tid: int | str) -> Schedule:
-    """Return a thread's schedule (sched-stats.rst); zeros if none can be read, as in gVisor."""
+    """Return how long a thread has run and has waited, from /proc/PID/task/TID/schedstat.
+
+    Returns zeros if the thread has exited, or if the kernel has no such file, as in gVisor.
+    """
     try:
         with open(f"/proc/{pid}/task/{tid}/schedstat", encoding="ascii") as file:
             ran, waited, wakes = map(int, file.read().split())
@@ -215,23 +219,24 @@ class OwnTime:
     def seconds(self) -> float:
         """Return the seconds counted so far; the number never falls.
 
-        If a thread is waiting for a processor now, Linux does not say since when, so the longest
-        possible wait is left out until the thread has run.  If Linux does not count waits at all,
-        return all seconds since the object was made.
+        If a thread is waiting for a processor now, Linux does not say since when.  Until the thread
+        runs again, all seconds in which it has not run count as waiting.  If Linux does not count
+        waits at all, return all seconds since the object was made.
         """
         seconds = time.monotonic() - self.since - max(self.waits(), default=0.0)
         self._largest = max(self._largest, seconds)
         return self._largest
 
     def waits(self) -> list[float]:
-        """Return how many seconds each thread may have waited for a processor since `since`."""
+        """Return how many seconds each thread may have waited for a processor since the start."""
         passed, now = time.monotonic() - self.since, _schedules(self._pid)
         return [self._wait(tid, each, passed) for tid, each in now.items() if each.wakes]
 
     def _wait(self, tid: str, now: Schedule, passed: float) -> float:
         before = self._before.get(tid, Schedule())
-        # Linux adds a wait to `waited` only when the thread begins to run.  The calling thread's
-        # state is "R" too, but it runs, so its last wait was added.
+        # Linux adds a wait to `waited` only when the wait is over.  A thread in state "R" may still
+        # wait, so count all seconds in which it has not run.  The thread that runs this code is in
+        # state "R" too, but does not wait.
         is_over = thread_state(self._pid, tid) != "R" or int(tid) == threading.get_native_id()
         return now.waited - before.waited if is_over else passed - (now.ran - before.ran)
 
@@ -267,8 +272,8 @@ AGENT_GRACE = 20.0
 """Seconds for an agent to exit after its notebook: on busy cores the agent's imports take long."""
 
 STAYS_BYTE, LEAVES_BYTE, LONGEST_TOLD = b"s", b"l", 1 << 16
-"""The byte by which an agent says to its guard that it outlives its notebook, and the byte by which
-it says the opposite.
+"""What an agent sends to its guard: `STAYS_BYTE` if the agent keeps running after its notebook has
+exited, `LEAVES_BYTE` if it exits, too.
 
 `LONGEST_TOLD` is how many bytes the pipe to the guard can hold."""
 
@@ -295,15 +300,19 @@ def fork_below_guard(
     grace: float = 0.0,
     after_kill: Callable[[bytes], None] = lambda last_word: None,
 ) -> Guard:
-    """Fork this process, and return in the child, which is the agent; this process is its guard.
+    """Fork this process: the child becomes the agent, and this process becomes the agent's guard.
 
-    `notebook` is the notebook's pid, or None on other machines.  When the agent has exited,
-    processes that it leaves behind have `grace` seconds to exit, because their stdin has closed,
-    and `grace` seconds more after a SIGTERM.  Then the guard kills these processes, and removes the
-    folder `runtime`.  The guard kills an agent that has not exited `AGENT_GRACE` + 2 * `grace`
-    seconds after its notebook, unless the agent has sent `STAYS_BYTE`.  If a signal has killed the
-    agent, the guard calls `after_kill` with all bytes that the agent has sent.  Raises OSError if
-    no further process can be started.
+    Returns only in the child.  `notebook` is the notebook's pid, or None if the notebook is
+    on another machine.
+
+    When the agent has exited, processes that it leaves behind have `grace` seconds to exit, because
+    their stdin has closed, and `grace` seconds more after a SIGTERM.  Then the guard kills them and
+    removes the folder `runtime`.  If a signal has killed the agent, the guard then calls
+    `after_kill` with all bytes that the agent has sent.
+
+    If the agent has not exited `AGENT_GRACE` + 2 * `grace` seconds after its notebook, the guard
+    kills the agent, unless the last byte from the agent is `STAYS_BYTE`.  Raises OSError if no
+    further process can be started.
     """
     guard = os.getpid()
     adopt_orphans()
@@ -360,11 +369,11 @@ WORKER_PID = "NBDIST_WORKER_PID"
 
 
 def kill_adopted(worker: int) -> None:
-    """Kill the programs that an exited worker has left, and their descendants but trackers.
+    """Kill the programs that an exited worker has left running, and their descendants.
 
     `worker` is the worker's pid.  This process has become the parent of such programs, and
     recognizes them by `WORKER_PID` in their environment.  A program that was started without this
-    variable keeps running.
+    variable keeps running, and so do trackers (`TRACKERS`).
     """
     mark, killed = f"{WORKER_PID}={worker}".encode(), set[int]()
     for _ in range(MAX_KILL_ROUNDS):
@@ -583,7 +592,7 @@ class Child:
         return self._process.poll()
 
     def last_lines(self) -> list[str]:
-        """Return the lines at the end of the log, as `last_lines_of`."""
+        """Return the last lines of the log; the first of them may lack its beginning."""
         return last_lines_of(self._log)
 
     def close(self) -> None:
@@ -612,10 +621,10 @@ class Child:
 
 
 def find_leftovers(lines: Sequence[str]) -> str:
-    """Return what a process reports in its log as left behind; "" without such a report.
+    """Return what a process could not end, as its log says; "" if the log does not say so.
 
-    `lines` are the lines of the log.  The report is the rest of the last line that begins with
-    `LEFT_BEHIND`.
+    `lines` are lines of the log.  The result is the text after `LEFT_BEHIND` in the last line that
+    begins with it.
     """
     return next(
         (line.removeprefix(LEFT_BEHIND) for line in [*lines][::-1] if line.startswith(LEFT_BEHIND)),
