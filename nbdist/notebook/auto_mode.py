@@ -97,8 +97,9 @@ _COMMAND_LINE = re.compile(
 class SideRules:
     """The functions by which `split_cell` decides where the lines of a cell run.
 
-    `is_on_ranks` returns True for the name of a variable of the ranks, and `is_notebook_magic` for
-    a magic, such as `%name` or `%%name`, that only the notebook has.
+    `is_on_ranks` returns True for a name if the ranks have a variable of this name.
+    `is_notebook_magic` returns True for a magic, such as `%name` or `%%name`, that only the
+    notebook has.
     """
 
     is_on_ranks: Callable[[str], bool] = lambda name: False
@@ -120,7 +121,8 @@ class CellPart:
 def split_cell(code: str, side: SideRules) -> list[CellPart]:
     """Split a cell between top-level statements into parts for the notebook and for the ranks.
 
-    A line that both run is in two parts.  A cell with a cell magic is a single part.
+    A line that runs in the notebook and on the ranks, such as `%matplotlib`, is in two parts.  A
+    cell that begins with a cell magic is a single part.
     """
     if (magic := cell_magic(code)) is not None or code.lstrip().startswith("%%!"):
         name = magic.name if magic else "!"
@@ -145,11 +147,11 @@ def split_cell(code: str, side: SideRules) -> list[CellPart]:
 
 
 def join_parts(code: str, parts: list[CellPart], magic: str) -> str:
-    """Return a cell for the notebook, in which calls of a cell magic run the parts for the ranks.
+    """Return code for the notebook that runs its own parts, and sends the other parts to the ranks.
 
-    `code` is the cell as typed, and `magic` the name of the cell magic with options.  The
-    notebook's lines keep their numbers in tracebacks, but have higher numbers below a line that
-    both the notebook and the ranks run.
+    `code` is the cell as typed.  `magic` is the name and the options of the cell magic that sends
+    a part.  Lines keep their numbers, so that tracebacks are right.  The numbers are higher only
+    below a line that runs on both sides, because the call of the magic needs a line of its own.
     """
     if len(parts) == 1:
         return code if parts[0].is_here else f"%%{magic}\n{code}"
@@ -300,7 +302,10 @@ class AutoCells:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Replace the cell as `do_execute` does, then call the `run_cell` of a terminal's shell."""
+        """Replace the cell by `code_to_run`, then call the `run_cell` of a terminal (`original`).
+
+        A cell that IPython's history does not store is not replaced.
+        """
         if store_history and not silent:
             raw_cell = self._record_code(raw_cell)
         return original(raw_cell, store_history, silent, *args, **kwargs)
@@ -325,7 +330,7 @@ class AutoCells:
         return original(line_num, source, mode.typed)
 
     def _record_code(self, code: str, tags: Iterable[str] = ()) -> str:
-        """Return `code_to_run` of a cell, and record that code and the cell for `store_inputs`."""
+        """Return the code that runs in place of a cell, and remember both for `store_inputs`."""
         self._mode.typed, replaced = code, self.code_to_run(code, tags)
         self._mode.running = replaced if replaced != code else ""
         return replaced
@@ -338,7 +343,7 @@ def runs_on_ranks(pools: Pools, code: str) -> bool:
 
 
 def split_for_pool(pools: Pools, name: str, code: str) -> list[CellPart]:
-    """Split a cell for the ranks of the pool `name`, as `split_cell` does."""
+    """Split a cell into parts for the notebook and parts for the ranks of the pool `name`."""
     world, shell = pools.world_of(name), pools.shell
     is_notebook_magic = partial(_is_notebook_magic, shell, frozenset(pools.auto.loaded))
     side = SideRules(partial(_is_on_ranks, world, shell.user_ns), is_notebook_magic)

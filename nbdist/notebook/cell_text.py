@@ -43,7 +43,7 @@ The expression is a name with any attributes, calls and items, and perhaps an un
 """
 
 
-# A note with the output of cells while auto mode is on.
+# This note is shown with the output of distributed cells and of magics while auto mode is on.
 AUTO_NOTE = "auto mode: `%%local` on the first line runs a cell here"
 
 
@@ -134,7 +134,7 @@ def root_at(code: str, cursor: int) -> tuple[str, bool]:
 NBDIST_CELL_MAGICS = ("distributed", "rank", "local")
 
 AT = "at line "
-"""The beginning of the text that tells `refuse_magic` the line of a misplaced cell magic."""
+"""The beginning of "at line 3", which tells users where a misplaced cell magic is."""
 
 _CELL_MAGIC_LINE = re.compile(
     rf"[ \t]*%%({'|'.join(NBDIST_CELL_MAGICS)})(?=[\s\[]|$)(.*)", re.DOTALL
@@ -281,10 +281,11 @@ class CellSyntaxError(UsageError, SyntaxError):
 
 
 def check_source(shell: InteractiveShell, first_line: str, cell: str) -> str:
-    """Return the cell as Python, with its magics transformed.
+    """Return a cell for the ranks as Python, in which IPython has turned magics into calls.
 
-    `first_line` is the line of the cell's magic, "" in auto mode; errors count it as line 1.
-    Raises CellSyntaxError if the cell is not Python, and the errors of `check_magics`.
+    `first_line` is the line of the cell's magic, which counts as line 1 in errors; "" in auto mode.
+    Raises CellSyntaxError if the cell is not Python, and UsageError if it has a line magic that
+    ranks cannot run (`check_magics`).
     """
     source = in_notebook_lines(first_line, cell)
     try:
@@ -402,11 +403,10 @@ def place_error(name: str, where: str) -> UsageError:
 def refuse_magic(shell: InteractiveShell, name: str, text: str) -> None:
     """Raise the error that a cell magic is below other code.
 
-    This function is registered as a line magic, since IPython takes `%%distributed` in the middle
-    of a cell for a line magic named `%distributed`.  `text` is such as "at line 3" if
-    `transform_first_lines` has replaced the cell.  `text` is "" if the statement with the cell
-    magic has loaded nbdist, since IPython had transformed that statement before; then the line is
-    searched here.
+    IPython takes `%%distributed` in the middle of a cell for a line magic named `%distributed`, so
+    this function is registered as that line magic.  `text` says where the cell magic is, such as
+    "at line 3".  It does not if IPython had transformed the cell before nbdist was loaded.  Then
+    this function looks for the line itself.
     """
     cell = [*shell.history_manager.input_hist_raw][-1]  # type: ignore[union-attr]
     place = find_misplaced_magic(cell.splitlines(keepends=True))
@@ -468,5 +468,8 @@ def request_of(shell: InteractiveShell) -> dict[str, Any]:
 
 
 def is_attended(shell: InteractiveShell) -> bool:
-    """Return whether a user can type input for the running cell; papermill's requests say no."""
+    """Return True if a user can type input for the running cell.
+
+    Programs such as papermill run a notebook without a user, and say so in their requests.
+    """
     return bool(request_of(shell).get("content", {}).get("allow_stdin", True))

@@ -73,8 +73,8 @@ def source_steps(
     """Run a cell on workers and show its output; if there are no workers, start them first.
 
     `first_line` is the line of the cell's magic, "" in auto mode.  `options` are the magic's
-    options.  The generator returns the cell's result or error; `follow_steps` tells which values it
-    yields and is sent.
+    options.  This is a generator, so that a cell can run step by step (`CellSteps`): it yields
+    after each step, and returns the cell's result or error.
     """
     cell = as_magic(pool.shell, cell, pool.world if pool.has_workers else None)
     python = check_source(pool.shell, first_line, cell)
@@ -102,8 +102,8 @@ def prepare(
 ) -> tuple[Task, World]:
     """Return a task for `work`, and the pool's world; start the world if there are no workers.
 
-    Also adds a note on missed output, if the page was opened or reloaded while the last distributed
-    cell ran and that cell took at least `LONG_CELL` seconds.
+    A page misses output if it was opened or reloaded while the last distributed cell ran.  Then a
+    note tells the user how to see that output, if the cell took at least `LONG_CELL` seconds.
     """
     for_training = isinstance(work, CellCode) and names_training(work.text)
     world = pool.ensure(options, display, for_training=for_training)
@@ -125,7 +125,7 @@ def prepare(
 def run_steps(
     steps: Generator[Any, Any, R | BaseException], take: Callable[[Any], object] = lambda _: None
 ) -> R:
-    """Run a generator to its end; return its result, or raise a result that is an error.
+    """Run a generator to its end, and return what it returns; if that is an exception, raise it.
 
     Calls `take` with each value that the generator yields.
     """
@@ -152,16 +152,15 @@ def attempt_steps(
     options: argparse.Namespace,
     setup: str = "",
 ) -> CellSteps:
-    """Run a cell and show its output; return its result, or the error of the last attempt.
+    """Run a cell and show its output; with `--max-restarts`, run a cell that has failed again.
 
-    `follow_steps` tells which values the generator yields and is sent.  The error is returned and
-    not raised, since a generator cannot raise StopIteration, which a rank may have raised.  `pack`
-    plans which variables are sent with the cell.  `setup` is the id or the text of a cell that new
-    workers will run too, and "" for other cells.
+    This generator yields after each step (`CellSteps`), and returns the cell's result, or the error
+    of the last attempt.  It does not raise the error: a rank may have raised StopIteration, which
+    no generator can raise.  `pack` plans which variables are sent with the cell.  `setup` is the id
+    or the text of a cell that new workers will run too, and "" for other cells.
 
-    With `--max-restarts`, each attempt gets the notebook's variables as the first attempt did, even
-    if a failed attempt has bound their names on the ranks.  Restarted ranks are sent the variables
-    that they lack.
+    Each attempt gets the notebook's variables, as the first attempt did, even if a failed attempt
+    has bound their names on the ranks.  Restarted ranks are sent the variables that they lack.
     """
     patience = world.engine.config.with_changes(**immediate_options(options)).patience
     patience = replace(patience, timeout=options.timeout)
@@ -205,9 +204,9 @@ def outcome_of(
 def make_shipment(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shipment:
     """Return the variables and changes to send with a cell, as a shipment.
 
-    `pack` plans what to send by the table `names` of what each rank has.  If the plan has a
-    `SendQuestion`, ranks are first asked which objects they have changed.  Ranks that run a job are
-    not asked, because they could answer only after the job.
+    `pack` makes the plan, and the table `names` tells it which variables each rank has.  If the
+    plan has a question, this function first asks the ranks which objects they have changed.  Ranks
+    that run a job are not asked, because they could answer only after the job.
     """
     send_plan = pack(names)
     if (question := send_plan.question) is not None:
@@ -232,7 +231,7 @@ def _attempt(
     packed = shipment.packed(display)
     task = replace(task, names=packed.payloads)
     try:
-        # Without a link, `submit` raises the error that says why.
+        # There is no link if the agent was lost.  Then `submit` below raises an error.
         debugger, link = pool.debugger, world.engine.connection.link_or_none
         if debugger and link and (note := debugger.prepare(link, task.ranks)):
             display.add_note(note)
@@ -241,7 +240,7 @@ def _attempt(
         with redirect_stops(partial(world.engine.count_stop, task)):
             machines = world.engine.rank_table.machines
             running = dispatch.submit(world.engine, task, patience, shipment.parcels)
-            # A further attempt of a job does not become the newest cell: a later cell may be newer.
+            # A job that runs again is not the newest cell: the user may have run other cells since.
             if not (running.stop.is_of_job and task.attempt.number):
                 pool.last = running
             pool.note_deaths(world, display, machines)
@@ -267,13 +266,13 @@ def follow_steps(
 ) -> Generator[TaskRun, float | None, None]:
     """Follow a task step by step, until all its ranks have finished or Stop has ended the waiting.
 
-    Yields `running` after each step.  Callers send the longest time in seconds that the next step
-    may wait for output, or None for the usual time.  For a job, a time above 0 says that a cell
-    waits for the job now, and 0 or None that no cell waits.
+    This generator yields `running` after each step.  The caller sends it the number of seconds for
+    which the next step may wait for output, or None for the usual time.  For a job, a number above
+    0 also means that a cell waits for the job now.
 
-    Stop ends the waiting if it is pressed again, or if ranks have not reacted to it in time.  The
-    task's output is shown in `display`, unless it is None.  If a rank reads input, an input box
-    opens below the output, but only while a cell waits for the task.
+    The first Stop interrupts the ranks.  The waiting ends if the user presses Stop again, or if
+    ranks have not reacted in time.  The task's output is shown in `display`, if there is one.  If a
+    rank reads input, an input box opens below the output, but only while a cell waits for the task.
     """
     is_here = True  # whether the notebook cell that runs now has sent the task
     with redirect_stops(partial(world.engine.count_stop, running.task)):
@@ -335,8 +334,7 @@ def check_end(pool: Pool, world: World, running: TaskRun, *, stopped: bool | Non
     """Raise the error of a cell that failed or was stopped; return if the cell succeeded.
 
     The error also says what was done about dead ranks.  A failure is recorded for `%dist_why`.
-    `stopped` says whether the user has pressed Stop; None means that the task's count of Stops
-    decides.
+    `stopped` says whether the user has pressed Stop; by default the task itself knows.
     """
     if running.unfinished and world.engine.outlives_kernel():
         find = f"`%dist_attach {world.engine.rank_table.spec.name}` in the next one finds them"
@@ -415,9 +413,9 @@ def bind(
 ) -> TaskRun:
     """Run `task`, which brings values to ranks; if it succeeds, run `work`, which binds the values.
 
-    Returns the run of `work`.  Raises the error of `task` or of `work`.  A display shows the output
-    of `task`, but not of `work`.  If the values are the notebook's, `shipped` has by rank the names
-    and objects that `work` binds there.
+    So ranks bind the values only after all of them have received theirs.  Returns the run of
+    `work`, or raises the error of the run that failed.  `display` shows the output of `task`.  If
+    the values come from the notebook, `shipped` lists by rank the names and objects to be bound.
     """
     machines = world.engine.rank_table.machines
     for running in bind_steps(world.engine, task, work, shipped):
@@ -431,7 +429,10 @@ def bind(
 
 
 def result_of(pool: Pool, world: World, running: TaskRun) -> CellResult[Any]:
-    """Return the result of a cell with its last values; big values are fetched on access."""
+    """Return a cell's result, which has its last value on each rank; big values are fetched later.
+
+    The notebook fetches a big value from its rank when the user first reads the value.
+    """
     values = last_values(world.engine, running, partial(fetch_results, pool, world))
     return replace(running.result(), by_rank=values)
 
@@ -444,8 +445,9 @@ def _record_failure(pool: Pool, running: TaskRun) -> None:
 def notes_on(transcript: Transcript, table: NameTable) -> Iterator[str]:
     """Yield notes on a cell that has ended.
 
-    A note names each file that was edited after ranks imported the file.  Another note, once for
-    each name, says that the cell gave another value to a name of the workers, such as `rank`.
+    A note warns of each file that was edited after ranks had imported it.  Another note says that
+    the cell has given a new value to a name that nbdist itself sets, such as `rank`.  It is shown
+    once for each name.
     """
     changed: dict[str, list[int]] = defaultdict(list)
     covered: dict[str, list[int]] = defaultdict(list)

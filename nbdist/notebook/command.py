@@ -61,7 +61,10 @@ MORE_OPTIONS = (
 )
 
 Split = Callable[[Magic, str], tuple[str, list[str]]]
-"""Divides a magic's line into a text for argparse and the words that the magic itself reads."""
+"""Divides a magic's line into the text that argparse reads, and further words for the magic.
+
+For example, the words after `%dist_run -n 4` are a script and its arguments.
+"""
 
 
 class MagicCall:
@@ -97,7 +100,7 @@ class MagicCall:
 
     @property
     def busy_world(self) -> World:
-        """The pool's world, also while jobs run; raises WorldNotStarted as `world` does."""
+        """The pool's world, without waiting for jobs; raises WorldNotStarted without workers."""
         if self.pool.world is None or self.pool.world.state is WorldState.STOPPED:
             raise WorldNotStarted(f"`{self.command.shown_name}`")
         return self.pool.world
@@ -162,10 +165,10 @@ Returned = CommandOutput | MagicResult | str | None
 class Command:
     """A magic of nbdist; the function `run` is called with a `MagicCall`.
 
-    `looks` are the options with which the magic changes nothing, so that it may run in a subshell
-    while a cell runs; "" among them means that the magic never changes anything.  `split` divides
-    the magic's line.  If `in_a_line`, the cell magic is a line magic too.  `short_for` is the call
-    that a short form stands for, "" for other magics.
+    `looks` are the options with which the magic changes nothing, such as "log".  With these options
+    the magic may run in a subshell while a cell runs.  The entry "" means that the magic never
+    changes anything.  `split` divides the magic's line.  `in_a_line` is True for a cell magic that
+    is also a line magic.  `short_for` is the longer call that this magic abbreviates, or "".
     """
 
     run: Callable[[MagicCall], Returned]
@@ -202,7 +205,7 @@ class Command:
             option_text, _ = self.split(self.run, text)
             words = words_of(self.run, option_text)
             return any(is_option and word in HELP_FLAGS for word, is_option, _ in words)
-        except (UsageError, ValueError):  # the line is not valid, which the call reports
+        except (UsageError, ValueError):  # the line is wrong: the magic will raise an error for it
             return False
 
     def short(self, name: str, option: str) -> Command:
@@ -227,7 +230,10 @@ class Command:
 
     @property
     def looking(self) -> list[str]:
-        """The calls of this magic that may run in a subshell, such as `%dist_output --log`."""
+        """The calls of this magic that change nothing, such as `%dist_output --log`.
+
+        Only these calls may run in a subshell, while a cell runs.
+        """
         return [f"{self.shown_name} --{name}" if name else self.shown_name for name in self.looks]
 
     def magic(self, pools: Pools) -> Callable[..., Any]:
@@ -239,8 +245,7 @@ class Command:
             if self.asks_for_help(text):
                 (helper,) = (each for each in find_commands() if each.name == HELP_MAGIC)
                 return helper.magic(pools)(self.name)
-            # In a subshell output is not counted: the count would include output of magics on the
-            # main thread.
+            # Do not count outputs in a subshell: the count would include those of the main thread.
             is_panel = has_panels(pools.shell, pools.settings)
             is_counted = is_panel and not is_in_subshell(pools.shell)
             with OUTPUTS.counting() if is_counted else nullcontext():
@@ -281,7 +286,7 @@ class Command:
     def line_magic(self, pools: Pools) -> Callable[..., None]:
         """Return the line magic of a cell magic, such as `%distributed x = 1`.
 
-        IPython leaves `{x}` in the line as it is, since the line is Python code for the ranks.
+        The line is Python code for the ranks, so IPython must not fill in values for `{x}`.
         """
         magic = self.magic(pools)
 
@@ -324,8 +329,9 @@ def command(
         kind: "cell" for a magic on the first line of a cell.
         split: divides the line into a part that argparse reads, and words that it does not read,
             such as the arguments of a script.
-        looks: the options with which the magic changes nothing and asks only by `query_agent`, so
-            that it may run while a cell runs; "" if it never changes anything.
+        looks: the options with which the magic changes nothing, so that it may run in a subshell
+            while a cell runs; "" if the magic never changes anything.  With these options the magic
+            must use `MagicCall.query_agent` for all questions to the agent.
         in_a_line: whether the cell magic is also a line magic: `%distributed x = 1`.
     """
 
@@ -347,7 +353,10 @@ def command(
 
 
 def _usage(run: Magic, options: Sequence[Callable[[Magic], Magic]]) -> str:
-    """Return the help on a magic's options; only `%dist_init` lists all options of a world."""
+    """Return the help on a magic's options.
+
+    The options for starting workers are many, so only the help of `%dist_init` lists them all.
+    """
     if world_options not in options or {*options} == {pool_option, world_options}:
         return (run.__doc__ or "").strip()
 
@@ -419,7 +428,7 @@ def _stopped(stop: KeyboardInterrupt, world: World | None) -> KeyboardInterrupt:
         return Interrupted((), outcome=recovery)
     if world.state is WorldState.BROKEN:
         return Interrupted((), outcome=healing_text(world.engine, range(world.size)))
-    # Ranks can run a job, which this Stop has not interrupted.
+    # Stop has interrupted this command, but not the jobs that ranks may run.
     if busy := world.engine.task_table.unfinished:
         run = "runs" if len(busy) == 1 else "run"
         return Interrupted((), outcome=f"{name_ranks(busy)} still {run} another cell")
@@ -429,7 +438,7 @@ def _stopped(stop: KeyboardInterrupt, world: World | None) -> KeyboardInterrupt:
 # --- whether a magic's value is used ----------------------------------------------------------
 
 BETWEEN = ("nbdist.", "IPython.")
-"""Prefixes of the names of modules whose frames are between the cell's frame and the magic's."""
+"""The beginnings of module names by which `is_used` skips frames between a magic and its cell."""
 
 UNUSED = {("POP_TOP", ""), ("PRINT_EXPR", ""), ("CALL_INTRINSIC_1", "INTRINSIC_PRINT")}
 """CPython's instructions after a call whose value is dropped, or shown as the cell's last value."""

@@ -71,9 +71,10 @@ class Completion:
     def completions(
         self, original: Callable[..., Iterator[Any]], text: str, offset: int
     ) -> Iterator[Any]:
-        """Answer in place of the method `completions` of a terminal's completer, the `original`.
+        """Yield the completions at the position `offset` in `text`, in a terminal.
 
-        Yields the completions at `offset` in `text`.  Calls `original` if `complete` would.
+        Wraps `completions` of IPython's completer (`original`), which still answers for all code
+        that nbdist does not complete, such as plain cells.
         """
         answer = self._answer(Complete(text, offset))
         if not isinstance(answer, Completions):
@@ -141,7 +142,8 @@ class Completion:
     def _add_names(self, world: World, answer: Any, root: str, text: str) -> Completions | None:
         """Add the notebook's variables that begin with the typed text to a rank's answer.
 
-        If no rank has answered (`answer` is None), adds the known variables of the ranks too.
+        If no rank has answered (`answer` is None), also adds variables that the ranks have, as far
+        as the notebook knows them.
         """
         shell = self._pools.shell
         known_names = {**shell.user_ns}.keys() - shell.user_ns_hidden
@@ -154,7 +156,10 @@ class Completion:
         return replace(completions, candidates=(*completions.candidates, *more)) or None
 
     def _answer_in_line(self, question: TypingQuestion) -> Completions | Description | None:
-        """Answer about a line with a magic of nbdist; None for other lines, or if nothing fits."""
+        """Complete or describe a line that begins with a magic of nbdist.
+
+        Returns None for other lines, and if no option or name completes the line.
+        """
         magic = magic_at(question.code, question.cursor)
         command = self._commands.get(magic.name) if magic else None
         if magic is None or command is None:
@@ -211,9 +216,10 @@ class Completion:
 def _ask(
     world: World, magic: MagicLine, question: TypingQuestion
 ) -> Completions | Description | None:
-    """Ask an idle rank of the cell; if no rank of the cell answers, ask an idle one of the others.
+    """Ask an idle rank for completions or a description, and return its answer.
 
-    Returns None if no answer has come after `TIMEOUT` seconds.
+    Asks a rank on which the cell would run, and then a rank on which it would not.  Returns None if
+    no answer has come after `TIMEOUT` seconds.
     """
     every = range(world.size)
     try:
@@ -246,7 +252,7 @@ def workers_cell(code: str, cursor: int) -> MagicLine | None:
 # --- completion of a magic's line -------------------------------------------------------------
 
 NAMES = ("names", "variables")
-"""The names, in the magics' parsers, of arguments that take names of variables."""
+"""The arguments of magics whose values are names of variables, which can be completed."""
 
 _WORD_SEPARATOR = re.compile(r"[\s,=]+")  # in a magic's line: `a,b` and `--as=x` are two words
 

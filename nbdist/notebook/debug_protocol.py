@@ -14,7 +14,10 @@ Message = dict[str, Any]
 """A request, a response or an event of the Debug Adapter Protocol."""
 
 BEGINNINGS = ("/nbdist/agent/fork_server.py", "/nbdist/worker/__main__.py", "/runpy.py")
-"""The ends of paths of the files with which a worker's process begins: its outermost frames."""
+"""The files with which a worker's process begins, by the ends of their paths.
+
+Frames in these files are the outermost frames of a worker.  They are not shown to users.
+"""
 
 CLIENT: Message = {
     "clientID": "nbdist",
@@ -60,9 +63,9 @@ def refusal(response: Message) -> str:
 
 
 def copying(inner: Message) -> Message:
-    """Return arguments of `setExpression` that copy a local variable to the globals.
+    """Return the arguments of a `setExpression` request that copies a local variable to a global.
 
-    `inner` are the arguments of JupyterLab's request `copyToGlobals`.
+    `inner` are the arguments of JupyterLab's request `copyToGlobals`, which debugpy does not know.
     """
     name = json.dumps(inner.get("dstVariableName", ""))
     return {
@@ -73,9 +76,10 @@ def copying(inner: Message) -> Message:
 
 
 def reply_to(msg: Message, body: Any, like: Message | None = None) -> Message:
-    """Return the response to the request `msg`, with the given body.
+    """Return the front end's response to its request `msg`, with the given body.
 
-    It reports a success, or the success or failure of `like`, a rank's response.
+    With `like`, a rank's response, it reports a failure if that response does.  Without `like`, it
+    reports a success.
     """
     response: Message = {
         "type": "response",

@@ -1,7 +1,7 @@
 """Starts and ends the debuggers of all ranks, and handles the messages that they send.
 
-Runs in the notebook's process, on the event loop of the kernel's control thread, except for the
-method that says otherwise.
+Runs in the notebook's process, on the event loop of the kernel's control thread, except for
+`_receive_soon`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class DebuggedRanks:
         self._next_number = itertools.count(1)
         self.numbers = Numbers()
         self.shown = ShownRank(self.by_number, self.numbers, publish_event)
-        self._checks: set[asyncio.Task[None]] = set()  # of `_check_step`
+        self._checks: set[asyncio.Task[None]] = set()  # running calls of `_check_step`
 
     def __repr__(self) -> str:
         return f"<DebuggedRanks {[*self.by_number.values()]}>"
@@ -192,7 +192,8 @@ class DebuggedRanks:
             if command == "continue":
                 threads = [*each.stopped] or threads
             for thread in threads:
-                # The rank's event that it goes on can arrive after the front end's next request.
+                # Do not wait for the rank's event `continued`: the front end's next request may
+                # arrive before that event.
                 each.stopped.pop(thread, None)
                 requests.append(each.request(command, {**arguments, "threadId": thread}))
         responses = await asyncio.gather(*requests, return_exceptions=True)

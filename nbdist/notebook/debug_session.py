@@ -22,8 +22,8 @@ REQUEST_TIMEOUT = 10.0  # seconds for a rank to answer a request
 FIRST_ID = 2**52
 """The first number that a rank's thread, frame or variable gets.
 
-It is higher than addresses of objects, which ipykernel uses as such numbers, and lower than 2**53,
-up to which JavaScript's integers are exact."""
+The number is higher than the addresses of objects, by which ipykernel numbers frames and variables
+of the notebook's process.  It is lower than 2**53, since JavaScript rounds larger integers."""
 
 NUMBER_NAMES = ("threadId", "frameId", "variablesReference", "sourceReference", "srcFrameId")
 """The entries of messages whose values are numbers that each rank chooses by itself."""
@@ -34,7 +34,7 @@ class SessionEnded(Exception):
 
 
 class RankSession:
-    """A connection to the debugger of one rank, to which it sends requests.
+    """A connection to the debugger of one rank: sends requests and waits for the responses.
 
     `number` identifies the session, and `title` names the rank for the user.
     """

@@ -87,9 +87,10 @@ class CellDebugger:
         return "; ".join(f"{name_ranks(on)} {text}" for text, on in by_text.items())
 
     def choose(self, link: Link, rank: int, *, is_alone: bool) -> str:
-        """Show this rank of a world, as `ShownRank.choose`; called on the main thread.
+        """Let the front end's debugger show this rank of a world; called on the main thread.
 
-        Returns a line for the user, or "" if no rank of the world is stopped.
+        With `is_alone`, only this rank makes steps.  Returns a line for the user, or "" if no rank
+        of the world is stopped.
         """
         return self._run(self._choose(link, rank, is_alone=is_alone), "")
 
@@ -222,7 +223,10 @@ class CellDebugger:
         return reply_to(msg, body, response)
 
     async def _inspect_richly(self, session: RankSession, msg: Message, inner: Message) -> Message:
-        """Return a variable's value in the formats that IPython shows, as ipykernel does."""
+        """Answer JupyterLab's request to show a rank's variable, for example as an HTML table.
+
+        The response has the value in all formats in which the rank's IPython can show it.
+        """
         name = inner.get("variableName", "")
         empty: Message = {"data": {}, "metadata": {}}
         if not str(name).isidentifier():

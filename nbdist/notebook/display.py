@@ -89,7 +89,7 @@ class PanelDisplay:
         self._find_request, self._request = find_request, find_request()
         self._seconds = seconds
         self._shown: MimeBundle = {}
-        self._is_redrawn = False  # whether the last drawing reached only clients that redraw
+        self._is_redrawn = False  # whether the last drawing has changed a display that existed
         self._displays = 0  # number of displays that this panel has made for its drawings
         self._begin()
         self._id_above = ""  # id of the display above the last typed input
@@ -111,9 +111,10 @@ class PanelDisplay:
     def show_status(self, text: str, *, in_background: bool = False) -> None:
         """Draw the notes and `text` in one line, which the next drawing replaces.
 
-        Unless `text` is "", draws nothing if the setting `seconds` is "none", or if the display is
-        quiet and the cell will not run `in_background`.  A cell that will run in the background
-        must make a display now, because a page shows later drawings of that cell only there.
+        With "" for `text`, the notes are always drawn.  Otherwise nothing is drawn if the setting
+        `seconds` is "none", or if the display is quiet.  But for a cell that will run
+        `in_background`, a quiet display must draw now: a page shows later drawings of that cell
+        only in a display that exists already.
         """
         is_hidden = self._seconds == "none" or (self.is_quiet and not in_background)
         if not (text and is_hidden):
@@ -181,8 +182,8 @@ class PanelDisplay:
         # A panel with figures is big: redraw less often, which bounds the bytes per second.
         self._draw_at = now + REDRAW_INTERVAL * max(1.0, len(html) / MAX_LIVE_PANEL_BYTES)
         self._draw(html, self._passing_text(panel_text(shown)))
-        # Widgets, such as progress bars, must be seen while the cell runs.  Once each running
-        # rank shows a widget, the order of the displays is final.
+        # Widgets, such as progress bars, must be seen while the cell runs.  Wait until each running
+        # rank shows a widget: before, a widget of a lower rank could still come above the others.
         if all_show_widgets(transcript):
             self._below.add(transcript)
 
@@ -227,29 +228,30 @@ class PanelDisplay:
     def close(self) -> None:
         """Show the last drawing as a new display too, for clients that cannot redraw a display.
 
-        Called when the magic has ended.  No new display is made if the last drawing was a new
-        display already, or if the present one must be kept (`_begin_last`).  Later changes reach
-        only clients that redraw displays.
+        Called when the magic has ended.  Makes no new display if the last drawing was one already,
+        or if the old display must be kept (`_begin_last`).  Clients that cannot redraw displays
+        will not see later changes.
         """
         if self._is_redrawn and self._begin_last():
             self._draw(self._shown["text/html"], self._shown["text/plain"])
         self._is_alone, self._is_page = False, True
 
     def _begin_last(self) -> bool:
-        """Let the last drawing create a new display; return False if none may be created.
+        """Let the last drawing create a new display; return False if it must use the old display.
 
-        A new display is seen even if the user has cleared the cell's output on a page.  The output
-        of the cell is cleared first if the panel is all of it; otherwise, clients that are no pages
-        get the new display below.  None may be created if nothing was drawn, if another cell runs
-        now, or if a page shows other output of the cell, since clearing would remove that too.
+        All clients show a new display, even if the user has cleared the cell's output on a page.
+        If the panel is the cell's only output, that output is cleared first.  Otherwise a page
+        keeps the old display, because clearing would remove other output too, and other clients
+        show the new display below.  The old display also stays if nothing was drawn, or if another
+        cell runs now.
         """
         if not (self._is_drawn or self._id_above) or self._find_request() != self._request:
             return False
         is_alone = self._is_alone and OUTPUTS.number == self._displays + self._below.count
         # On a page, displays below the panel may be widgets, whose state would be lost.
         if is_alone and not (self._is_page and self._below.count):
-            # This also removes typed text, and the input box that a page keeps after Stop.  An
-            # earlier call could remove an input box that still waits for the user.
+            # This also removes the text that a user has typed, and the input box that a page keeps
+            # after Stop.  So clear the output only now, when no input box waits for the user.
             clear_output(wait=True)
             self._id_above, self._below = "", Below(self._pool)
             self._displays = OUTPUTS.number = 0
@@ -264,10 +266,10 @@ class PanelDisplay:
         """Prepare for output of another cell; a panel needs no preparation."""
 
     def add_late(self, transcript: Transcript, outputs: RankOutputs) -> None:
-        """Do nothing: `redraw_ended` draws the whole transcript, which has these outputs too."""
+        """Do nothing: `redraw_ended` draws the whole transcript, and so also these late outputs."""
 
     def finish_late(self) -> bool:
-        """Return False: nothing is to be redrawn, as a panel shows incomplete lines anyway."""
+        """Return False: no line waits to be shown, since a panel also shows incomplete lines."""
         return False
 
     def redraw_ended(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
@@ -275,7 +277,7 @@ class PanelDisplay:
         if not self._has_panel(transcript):
             return
         self._draw_final(transcript, logs)
-        # So that `close` adds no second panel for clients that cannot redraw a display.
+        # With False, `close` does not show the panel a second time as a new display.
         self._is_redrawn = False
         if not self._hides_output(transcript):
             self._below.change(transcript)
@@ -380,7 +382,8 @@ class PlainDisplay:
         if waits and waits != self._waits:
             self.add_note(waits)
         self._waits = waits
-        # If `sys.stdout` is another stream, a prompt is open, which would overwrite a bar.
+        # While a prompt is open, IPython has replaced `sys.stdout`.  Show no bar then, because the
+        # prompt would overwrite it.
         if not self.is_quiet and sys.stdout is self._stream and self._bars.is_due(now):
             self._bars.show(merged_line(transcript), now)
 
@@ -518,7 +521,7 @@ def has_panels(shell: InteractiveShell, settings: NbDist) -> bool:
     return chosen == "panel" or (chosen == "auto" and hasattr(shell, "kernel"))
 
 
-_PANELS_OF = (*CELL_MAGICS, "debug")  # IPython's `%debug` leads to `%dist_debug`
+_PANELS_OF = (*CELL_MAGICS, "debug")  # `%debug` of IPython can call `%dist_debug`
 
 
 def is_of_magic(cell: str) -> bool:
@@ -547,7 +550,7 @@ class CommandOutput:
     text: str
 
     def show_on(self, display: CellDisplay) -> None:
-        """Show this output on a display, as the answer of its command."""
+        """Show this output on the display of the command, with the display's notes below it."""
         display.answer(self.text, self.html)
 
 
@@ -566,7 +569,8 @@ def table(
     if rows:
         first, *others = rows
         headings = "".join(f'<th style="{_TABLE_CELL}">{heading}</th>' for heading in first)
-        wide = f"{_TABLE_CELL};min-width:{0.62 * first_width:.1f}em"  # JupyterLab allows no `ch`
+        # The width is in `em`: JupyterLab does not allow the unit `ch`, the width of a character.
+        wide = f"{_TABLE_CELL};min-width:{0.62 * first_width:.1f}em"
         headings = headings.replace(_TABLE_CELL, wide, bool(first_width))
         body = "".join(
             f"<tr>{''.join(_cell(text, colours or {}) for text in row)}</tr>" for row in others

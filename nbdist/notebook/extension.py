@@ -217,10 +217,11 @@ def check_libraries() -> None:
 def read_rest_of_cell(shell: Any) -> None:
     """Let nbdist transform the rest of the cell that has just loaded nbdist.
 
-    IPython has transformed the cell before nbdist was loaded, has split it into statements, and
-    runs each statement by `run_code`.  If `transform_first_lines` changes the cell's text, the
-    wrapper of `run_code` transforms and runs the whole cell in place of the next statement, and
-    skips all statements after that.
+    IPython transformed that cell when nbdist was not loaded yet, so a `%%distributed` below
+    `%load_ext nbdist` was not found.  IPython now runs the cell statement by statement, each by a
+    call of `run_code`.  If `transform_first_lines` changes the cell, a wrapper of `run_code`
+    transforms and runs the whole cell in place of the next statement, and skips the statements
+    after that.
     """
     is_running = has_run = False
 

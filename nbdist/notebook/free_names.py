@@ -23,7 +23,7 @@ from nbdist.values.payload import Identity, is_atomic
 
 _READS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_NAME", "DELETE_GLOBAL")
 _OWN_READS = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_NAME")
-"""The instructions of `_READS` that also find names which the body of a class has bound."""
+"""The instructions of `_READS` that look in the body of a class before they look in the globals."""
 _BINDS = ("STORE_NAME", "STORE_GLOBAL")
 _UNBINDS = ("DELETE_NAME", "DELETE_GLOBAL")
 _RETURNS = ("RETURN_VALUE", "RETURN_CONST")
@@ -51,12 +51,15 @@ _OPTION = re.compile(r"\s*(-\S+|\d+)")
 _IPYTHON_LINE = re.compile(r"^[ \t]*[%!].*$", re.MULTILINE)
 
 _State = frozenset[str | int]
-"""What is certain whenever an instruction is reached: names that are bound, and functions that are
-not made yet, each as the index of the instruction that makes the function."""
+"""What is certain when an instruction begins, in whatever way the code has reached it.
+
+A text is a name that is certainly bound.  A number is the index of an instruction that makes a
+function, and means that the function does certainly not exist yet.
+"""
 
 
 _Reads = dict[str, frozenset[str]]
-"""Names that are read, each with the names that are certainly bound whenever it is read."""
+"""Maps each name that is read to the names that are certainly bound at every read of it."""
 
 _NONE: frozenset[str] = frozenset()
 
@@ -71,11 +74,11 @@ def names_used(source: str) -> frozenset[str]:
 
 
 def bound_before(source: str) -> Mapping[str, frozenset[str]]:
-    """Return which names a cell has certainly bound whenever it reads a name of `names_used`.
+    """Map each name that a cell uses (`names_used`) to the names that the cell has bound before.
 
-    The result maps each name of `names_used` to these names.  In the cell `lock = Lock(); work()`,
-    it maps `work` to `lock`: the notebook's function `work` uses the cell's own `lock`, so that the
-    notebook's `lock` need not be sent.  Raises SyntaxError.
+    A name counts only if it is certainly bound at each use.  In the cell `lock = Lock(); work()`,
+    `work` is mapped to `lock`: if `work` is a function of the notebook, it will use the cell's
+    `lock`, so the notebook's `lock` need not be sent.  Raises SyntaxError.
     """
     cell = _cell(source)
     return {name: bound - cell.unbound for name, bound in cell.used.items()}
@@ -92,9 +95,9 @@ def names_bound(source: str) -> frozenset[str]:
 
 
 def names_read_first(source: str) -> frozenset[str]:
-    """Return the names that a cell's bytecode reads or deletes before any instruction binds them.
+    """Return the names that a cell reads or deletes before it binds them, from top to bottom.
 
-    Functions and classes of the cell do not count.  Raises SyntaxError.
+    The bodies of the cell's functions and classes are left out.  Raises SyntaxError.
     """
     return frozenset(name for name, opname in _cell(source).first.items() if opname in _READS)
 
@@ -105,7 +108,7 @@ def names_certainly_bound(source: str) -> frozenset[str]:
 
 
 def dotted_names(source: str) -> frozenset[tuple[str, ...]]:
-    """Return the attributes that a cell reads of names, as tuples: ("xml", "dom") for `xml.dom`."""
+    """Return the dotted names that a cell reads, as tuples: ("xml", "dom") for `xml.dom`."""
     return frozenset(_cell(source).chains)
 
 
@@ -139,14 +142,17 @@ def _cell(source: str) -> _Code:
 class _Code:
     """The global names that a code object (a cell, a class's body or a function) reads and binds.
 
-    - `used`: names that the code reads while they may be unbound; in a cell, also names that later
-      calls of its functions read.  Each has the names that are certainly bound at all these reads.
-    - `later`: names that are read when the functions that the code defines are called; if the code
-      is itself a function, also all names that the code reads.
+    - `used`: names that the code reads while they may be unbound.  For a cell, these include names
+      that its functions read when they are called.  Each name is mapped to the names that are
+      certainly bound at every read of it.
+    - `later`: names that the functions defined in the code read when they are called.  If the code
+      is itself a function, these include the names that it reads.
     - `inner`: all names that functions, classes and lambdas in the code read, at any time.
     - `certain`: names that are bound whenever a cell ends without an error.
-    - `bound`: names that the code may bind or delete; `unbound`: globals that functions delete.
-    - `chains`: see `dotted_names`; `commands`: texts of `!` lines and line magics.
+    - `bound`: names that the code may bind or delete.
+    - `unbound`: global names that functions delete.
+    - `chains`: the dotted names that the code reads (`dotted_names`).
+    - `commands`: texts of `!` lines and line magics.
     - `first`: by name, the opname of the first instruction that reads, binds or deletes the name.
     """
 
@@ -226,7 +232,7 @@ class _Code:
         called = set() if is_plain else inner.later - {name}
         if (
             not is_plain and name in inner.later
-        ):  # a decorator's call finds the former function by this name
+        ):  # while the decorator runs, this name still means the function that had it before
             called = called.union(*before)
         return inner.used | dict.fromkeys(called, _NONE)
 
@@ -331,12 +337,12 @@ class _Code:
         return states
 
     def _after_with(self, handlers: dict[int, int]) -> dict[int, set[str]]:
-        """Return the names that count as bound after a `with` whose context manager hid an error.
+        """Return the names that count as bound after each `with` whose body has raised an error.
 
-        A key is the index of the instruction that jumps behind the `with` in that case.  The value
-        has all names that the body binds, although the error may have come earlier: almost no
-        context manager hides errors.  Returns an empty dict if the code names `suppress` or
-        `raises`, which hide errors.
+        The code goes on after such a `with` if the context manager hides the error.  Almost no
+        context manager does, so all names that the body binds count as bound.  A key of the result
+        is the index of the instruction that jumps behind the `with`.  The result is empty if the
+        code names `suppress` or `raises`, which do hide errors.
         """
         bound_by_jump: dict[int, set[str]] = {}
         for start, step in enumerate(self._steps):
@@ -387,9 +393,9 @@ def _filled_in(texts: list[str]) -> list[str]:
 def _python(text: str) -> str:
     """Return the Python code in a magic's text, or "" if there is none.
 
-    The text is tried as it stands, and then without lines that begin with `%` or `!`.  If neither
-    is Python, both are tried again after each option or number at the beginning, as in `-n 3`, is
-    removed.
+    First tries the whole text, and then the text without lines that begin with `%` or `!`.  If
+    neither is Python, removes an option or number from the beginning, as in `-n 3 f(x)`, and tries
+    again.
     """
     while True:
         code = next(filter(_is_python, (text, _IPYTHON_LINE.sub("", text))), "")
@@ -424,8 +430,9 @@ _ABSENT = object()
 class Gathered:
     """The notebook's variables that hold values gathered from ranks, to test `name in gathered`.
 
-    A name stays until the notebook binds another object to it.  Equal numbers and equal texts can
-    be the same object, so `record_assigned` decides when such a name is removed.
+    A name counts until the notebook binds another object to it.  Python may use one object for
+    equal numbers or texts, so a new assignment need not bring another object.  For numbers and
+    texts `record_assigned` looks at the names that a cell has assigned instead.
     """
 
     def __init__(self, namespace: Mapping[str, Any]) -> None:
@@ -439,7 +446,7 @@ class Gathered:
 
     @property
     def has_any(self) -> bool:
-        """Whether any name was gathered and not forgotten by `record_assigned`."""
+        """Whether there are gathered variables that `record_assigned` has to watch."""
         return bool(self._values)
 
     def add(self, names: Iterable[str]) -> None:
@@ -451,8 +458,9 @@ class Gathered:
     def record_assigned(self, names: Iterable[str]) -> None:
         """Forget gathered names to which the cell that has just ended has assigned other values.
 
-        `names` are the names that the cell may have assigned.  An equal number or text can be the
-        same object, so such a name is always forgotten, unless this very cell has gathered it.
+        `names` are the names that the cell may have assigned.  For a number or a short text it is
+        not known whether the value is another one, so its name is always forgotten, unless this
+        very cell has gathered it.
         """
         for name in self._values.keys() & set(names):
             may_be_equal = is_atomic(self._namespace.get(name)) and name not in self._of_this_cell

@@ -32,15 +32,16 @@ from nbdist.world.task_run import RankOutputs
 
 # The shortest and longest pause, in seconds, before the next call of `notice` while no task runs.
 IDLE_PAUSE, MAX_IDLE_PAUSE = 0.25, 1.0
-PAUSES_PER_NOTICE = 4  # the pause is this many times as long as the last call, within both limits
+PAUSES_PER_NOTICE = 4  # within these limits, a pause is 4 times as long as the call before it
 
 
 class IdleWatch:
-    """Calls `notice` on the event loop of the notebook when a rank dies or prints between cells.
+    """Calls the function `notice` when a rank dies or prints while no cell runs in the notebook.
 
-    While `is_active()` is true, because a task runs in the background, `notice` is also called at
-    all other messages of ranks, and every `IDLE_PAUSE` seconds.  The loop of an ipykernel runs
-    between cells; in a terminal each prompt has its own loop.
+    The function then shows the news to the user.  `is_active()` says whether a task runs in the
+    background.  In that case `notice` is also called at all other messages of ranks, and every
+    `IDLE_PAUSE` seconds.  The calls come from the event loop, which ipykernel runs between cells;
+    in a terminal each prompt has its own loop.
     """
 
     def __init__(self, notice: Callable[[], None], is_active: Callable[[], bool]) -> None:
@@ -114,7 +115,8 @@ class IdleWatch:
         if loop is None or is_closed:
             self._notice()
         elif self._timer is None:
-            # Keep the pause: each call redraws panels, and a rank may write without end.
+            # Wait until the pause is over: each call redraws panels, and a rank may never stop
+            # printing.
             wait = max(0.0, self._notice_at - time.monotonic())
             self._timer = loop.call_later(wait, self._notice_now)
         elif self._is_active():
@@ -171,7 +173,10 @@ class FinishedCells:
         self._without_cell.clear()
 
     def receive(self, outputs: Iterable[tuple[int, Output]]) -> None:
-        """Add visible late output to the cell that can show it, or keep it for `pop_texts`."""
+        """Add late output to the last cell of its rank, or keep it for `pop_texts`.
+
+        Output is kept if no cell can show it.  Output that users could not see is dropped.
+        """
         for rank, output in outputs:
             if not isinstance(output, Visible):
                 continue
@@ -183,7 +188,10 @@ class FinishedCells:
                 self._changed.add(cell)
 
     def add_to_display(self, transcript: Transcript, outputs: RankOutputs) -> None:
-        """Add outputs that a transcript already has to its cell's display; `show` draws them."""
+        """Pass late outputs, which the transcript already has, to the display of its cell.
+
+        The next `show` draws them.
+        """
         for each, display in self._cells:
             if each is transcript and display is not None:
                 display.add_late(transcript, outputs)
@@ -319,8 +327,8 @@ class Stops:
 def command_stops() -> AbstractContextManager[object]:
     """Return a context for a magic, within which `redirect_stops` can redirect Stop.
 
-    While `redirect_stops` does not, Stop raises KeyboardInterrupt as usual.  The context does
-    nothing if the handler of SIGINT is not Python's own.
+    Until `redirect_stops` is used, Stop raises KeyboardInterrupt as usual.  The context does
+    nothing if other code has replaced Python's own handler of SIGINT.
     """
     is_raised = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     return Stops(lambda: False) if is_raised else nullcontext()
@@ -341,8 +349,8 @@ def redirect_stops(on_stop: Callable[[], bool]) -> Iterator[None]:
     if stops is None or stops.on_stop is None:
         yield
         return
-    # Replace the function of the handler and not the handler: the context of a job's steps can end
-    # in a later cell, and would then restore an old handler in place of that cell's handler.
+    # Keep the handler and replace only its function.  A job's steps can enter this context in one
+    # cell and leave it in a later cell, which has another handler: that handler must stay.
     before, stops.on_stop = stops.on_stop, on_stop
     try:
         yield

@@ -116,7 +116,10 @@ class Job:
     # --- for users ------------------------------------------------------------------------
 
     def done(self) -> bool:
-        """Return True if the job has ended, well or not; first show the new output of its ranks."""
+        """Show new output of the job's ranks, and return True if the job has ended.
+
+        A job has also ended if it has failed or was interrupted.
+        """
 
         def version() -> int:  # grows with each output
             return sum(track.version for track in self.task_run.transcript)
@@ -162,10 +165,11 @@ class Job:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the job has ended, for `timeout` seconds at most.
 
-        Raises the job's error, such as WorkerError, WorkerDied, CellTimeout or JobLost,
-        KeyboardInterrupt after `interrupt`, or CancelledError after `cancel`.  If the job still
-        runs after `timeout` seconds, raises JobTimeout, a TimeoutError.  Stop raises
-        KeyboardInterrupt and ends only the waiting.
+        Raises the error of a job that has failed, such as WorkerError, WorkerDied, CellTimeout or
+        JobLost.  Raises KeyboardInterrupt after `interrupt`, and CancelledError after `cancel`.  If
+        the job still runs after `timeout` seconds, raises JobTimeout, which is a TimeoutError.
+
+        If the user presses Stop, the waiting ends with KeyboardInterrupt, and the job runs on.
         """
         if (error := self._wait(timeout)) is not None:
             raise error
@@ -203,7 +207,10 @@ class Job:
         return stops.count
 
     def result(self, timeout: float | None = None) -> CellResult[Any]:
-        """Wait as `wait` does, then return the last value of the cell by rank: `.rank(0)`."""
+        """Wait as `wait` does, then return the cell's last value on each rank, by rank.
+
+        `job.result()[0]` is the last value on rank 0.
+        """
         self.wait(timeout)
         assert self._result is not None
         return self._result
@@ -314,8 +321,8 @@ class Job:
     def is_stepping(self) -> bool:
         """Whether a step of this job runs now.
 
-        Steps run only on the main thread.  Code on that thread that finds True here was called by
-        the step.
+        Steps run only on the main thread.  So code on the main thread that finds True here was
+        called by the step, and must not wait for the job.
         """
         return self._is_stepping
 
@@ -340,7 +347,7 @@ class Job:
         return f"{self.title} has failed: {one_line(str(self._error))}"
 
     def pop_drawn_between(self) -> bool:
-        """Return True if output was drawn below the job's own cell since the last call."""
+        """Return True if output was drawn below the cell that sent the job since the last call."""
         was_drawn, self._was_drawn_between = self._was_drawn_between, False
         return was_drawn
 

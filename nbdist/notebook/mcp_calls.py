@@ -38,9 +38,9 @@ def look(until: float, pool: str, magic: str, line: str = "") -> None:
 
 
 def output(until: float, pool: str, number: int, ranks: str) -> None:
-    """Print the output of `ranks` in the cell `number`; -1 is the last cell, -2 the one before.
+    """Print the output of `ranks` in a past cell: -1 is the last cell, -2 the cell before that.
 
-    For `until` see `look`.
+    After the time `until`, an error is shown instead.
     """
 
     def show(_: Any, target: Pool) -> None:
@@ -58,7 +58,7 @@ def run(until: float, pool: str, who: str, magic: str, line: str, cell: str = ""
     """Run a magic, and show the magic and its output in the notebook.
 
     `who` is the name of the assistant, which is shown too.  `cell` is the text below a cell magic,
-    "" for a line magic.  For `until` see `look`.
+    "" for a line magic.  After the time `until`, nothing is run.
     """
     command = f"{'%%' if cell else '%'}{magic} {line}".rstrip()
     head = f"{who} ran this by `nbdist mcp` at {time.strftime('%H:%M:%S')}:"
@@ -76,18 +76,18 @@ def run(until: float, pool: str, who: str, magic: str, line: str, cell: str = ""
 
 
 def note(until: float, pool: str, text: str) -> None:
-    """Show a line under the user's last distributed cell; for `until` see `look`."""
+    """Show a line under the user's last distributed cell, but not after the time `until`."""
     _call(until, pool, lambda _, target: block(text).show_on(target.display()), is_seen=True)
 
 
 def _call(
     until: float, pool: str, action: Callable[[Any, Pool], object], *, is_seen: bool = False
 ) -> None:
-    """Call `action` with the shell and the pool; show its error as IPython shows that of a cell.
+    """Call `action` with the shell and the pool, and show any error as IPython shows errors.
 
-    Calls nothing after the time `until`, and shows an error instead.  If `is_seen`, the output is
-    shown under the user's last distributed cell.  Output that comes after this call is shown under
-    that cell too, if there is one, since the caller no longer receives output.
+    After the time `until`, shows an error and does not call `action`.  With `is_seen`, users see
+    the output under their last distributed cell.  Otherwise only `nbdist mcp` gets it.  Output that
+    comes after this call, such as that of a job, is always shown under that cell, if there is one.
     """
     shell: Any = get_ipython()
     request: dict[str, Any] = {}

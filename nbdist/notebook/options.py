@@ -48,7 +48,7 @@ OPTION_GROUPS = {
 """The groups of a world's options in the help of a magic, by the first option of each group."""
 
 READ_LATE = {"env", "rdzv_endpoint"}
-"""Options whose text `typed_options` reads, and not argparse.
+"""Options whose text argparse passes on as it is; `typed_options` reads the text afterwards.
 
 `--env` can be repeated, and all of its texts together make one value.  `%dist_run` may ignore
 `--rdzv-endpoint`, so argparse must not refuse an invalid value.
@@ -58,7 +58,7 @@ Magic = Callable[..., Any]
 
 
 def world_options(magic: Magic) -> Magic:
-    """Add all options of `WorldConfig` that have a flag; for magics that start workers."""
+    """Add the options of a world, such as `-n` and `--gpus`, to a magic that can start workers."""
     for name, option in reversed([*OPTIONS.items()]):
         if option.flag and name != "pool":  # every magic has `--pool` in any case
             magic = _add(name, option)(magic)
@@ -68,7 +68,10 @@ def world_options(magic: Magic) -> Magic:
 
 
 def _add(name: str, option: Option) -> Callable[[Magic], Magic]:
-    """Return a decorator that adds an option to a magic; the option is None if it is not typed."""
+    """Return a decorator that adds an option of a world to a magic.
+
+    The option's value is None if the user has not typed the option.
+    """
     how: dict[str, Any] = {"dest": name, "help": option.help.replace("%", "%%")}
     default = WorldConfig.__dataclass_fields__[name].default
     if isinstance(default, bool):
@@ -110,7 +113,10 @@ RANKS_FORMS = "one (`0`), several (`0,2-3`), a slice (`1:3`, `::2`), the last (`
 """The forms of `-r`, for the help of magics."""
 
 size_option = _add("n", OPTIONS["n"])
-"""The option `-n`, for the help of magics that take all options of a world but do not list them."""
+"""The option `-n`, for the help of magics such as `%%distributed`.
+
+Such a magic takes all options for starting workers, but its help lists only this one of them.
+"""
 
 pool_option = _add("pool", OPTIONS["pool"])
 
@@ -118,7 +124,7 @@ ranks_option = argument(
     "-r", "--ranks", action=JoinRanks, help=f"which ranks: {RANKS_FORMS} (the default)"
 )
 
-# The name is that of torchrun's option for the same purpose.
+# The option has the name of torchrun's option for the same purpose.
 restarts_option = argument(
     "--max-restarts",
     metavar="N",
@@ -152,10 +158,10 @@ def check_same(world: World, options: argparse.Namespace) -> None:
     if "n" in typed and (size := world.engine.resolve(typed.pop("n"))) != world.size:
         pool = world.engine.config.pool
         raise WorldSizeMismatch(world.size, size, "" if pool == DEFAULT_POOL else pool)
-    # If an option was not typed at the start, compare with the value that the start has chosen.
+    # For options that the user had not typed, the start has chosen values: compare with these.
     engine, table = world.engine, world.engine.rank_table
     chosen = {"backend": table.backend, "name": table.spec.name}
-    # Unless `-n` is a number, there is a worker for each place of `-j`.
+    # If `-n` was not a number, all places of the layout (`-j`) have a worker.
     is_full = not isinstance(engine.config.n, int)
     chosen["layout"] = (is_full and engine.config.layout) or table.layout
     chosen["launcher"] = engine.config.launcher_name
@@ -230,8 +236,9 @@ def words_of(magic: Magic, line: str) -> Iterator[tuple[str, bool, int]]:
     """Yield each word of a line, whether the word is an option, and where it ends in the line.
 
     An option and its value are one word: `-r -1,0` in the line gives `-r=-1,0`, since argparse
-    would take `-1,0` for another option.  Flags of other tools (such as torchrun) and of former
-    versions are replaced by ours.  Raises ValueError if a quote is not closed.
+    would take `-1,0` for another option.  A flag of another tool, such as torchrun's
+    `--nproc-per-node`, is replaced by the flag of nbdist, and so is a flag of a former version.
+    Raises ValueError if a quote is not closed.
     """
     flags, at = flags_of(magic), 0
     while line[at:].strip():
@@ -410,9 +417,10 @@ def old_flags(line: str, flags: Collection[str]) -> list[str]:
 
 
 def our_flag(flag: str, flags: Collection[str]) -> str:
-    """Return our flag for a flag of another tool, of a former version, or with underscores.
+    """Return nbdist's flag for a flag of another tool, such as `-n` for `--nproc_per_node`.
 
-    Returns the flag unchanged if it is one of the magic's `flags`, or if the magic lacks our flag.
+    Also replaces flags of former versions, and underscores in flags.  Returns `flag` unchanged if
+    it is one of the magic's `flags`, or if the magic does not have nbdist's flag.
     """
     renamed = SAME.get(flag) or OLD.get(_dashed(flag)) or _dashed(flag)
     return renamed if renamed in flags and flag not in flags else flag

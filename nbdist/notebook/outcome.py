@@ -32,7 +32,7 @@ from nbdist.world.name_table import list_names
 from nbdist.world.snapshot_store import Snapshot
 from nbdist.world.task_run import TaskRun
 
-FetchValues = Callable[[tuple[int, ...]], Mapping[int, Any]]  # returns the ranks' values, by rank
+FetchValues = Callable[[tuple[int, ...]], Mapping[int, Any]]  # fetches last values of these ranks
 
 
 class LastValues(Mapping[int, Any]):
@@ -42,7 +42,10 @@ class LastValues(Mapping[int, Any]):
     """
 
     def __init__(self, values: Mapping[int, Any], fetch: FetchValues) -> None:
-        """`values` has an `Elsewhere` in place of each value that `fetch` can get from its rank."""
+        """`values` has an `Elsewhere` in place of each value that is not in the notebook.
+
+        `fetch` gets such a value from its rank, or raises an error that says why it cannot.
+        """
         self._values = dict(sorted(values.items()))
         self._fetch = fetch
 
@@ -195,8 +198,8 @@ def failure_of(running: TaskRun, error: NbdistError, logs: Mapping[int, str]) ->
     when = f"{running.clock.seconds_until(first.time_ns):.1f} s into "
     when += f"Cell In[{number}]" if number else "the cell"
     title = f"{_clock(first.time_ns / 1e9)} · {where} · {when} · {error_text(first)}"
-    # `first` may lack the last lines of output, which a lost machine cannot send: pass the lines
-    # that the notebook has.
+    # A lost machine cannot send the rank's last lines of output, so `first` may lack them.  Pass
+    # the lines that the notebook has received before.
     tail = running.transcript[rank].tail(SHOWN_LAST_LINES)
     body = body_text(first, (each.text for each in tail if isinstance(each, ScreenLine)))
     return Why(title, body, tuple(later_errors_text(errors, rank)), logs.get(rank, ""))
@@ -220,7 +223,7 @@ def death_of(rank: int, host: str, died: Died, log: str) -> Why:
 def idle_end(died: Died) -> str:
     """Return a text on how a rank's process ended while no cell was running, and why.
 
-    If Stop has killed the process, the text does not say when or why.
+    If Stop has killed the process, the text leaves out when and why, which the user knows.
     """
     if died.by_stop:
         return died.end

@@ -42,4 +42,4 @@ class OutputCount:
 
 
 OUTPUTS = OutputCount()
-"""The count of the notebook's kernel, which runs one cell at a time."""
+"""The only count in the notebook's process, because its main thread runs one cell at a time."""

@@ -16,11 +16,15 @@ from nbdist.notebook.cell_text import execution_count, page_of
 from nbdist.world.task_run import TaskRun
 
 KIND = "kernel_info_request"  # the first message of every page
-QUEUED_SECONDS = 0.5  # seconds after a cell in which messages that came during the cell are handled
+# Messages that arrive while a cell runs are handled within this time after its end, in seconds.
+QUEUED_SECONDS = 0.5
 
 
 class Connected(NamedTuple):
-    """When a page connected: a monotonic time, and the number of the cell that ran, 0 for none."""
+    """When a page connected: the time (`time.monotonic`), and the number of the cell that ran then.
+
+    The number is 0 if no cell ran.
+    """
 
     at: float
     cell: int

@@ -69,12 +69,12 @@ class Pool:
         self.last: TaskRun | None = None  # the newest cell, also while it runs
         self.past_cells = FinishedCells()
         self.last_failure: Why | None = None  # the last failure, for `%dist_why`
-        # The rank that failed first in the last cell that failed, with the time and its error.
+        # The newest failed cell: when its failure was found, the rank that failed first, its error.
         self.failed: tuple[float, int, RankError] | None = None
         self.routine = Routine()
         self.request: dict[str, Any] = {}  # the Jupyter message of the last distributed cell
         self.shown_size = 0  # the number of workers that the user was last told
-        self._displayed_in = 0  # the length of IPython's history at the last `display`
+        self._displayed_in = 0  # the length of IPython's history at the last call of `display`
         # The link to the agent that `%load_ext` has started, until a world takes it over.
         self.prestarted: Link | None = None
         self._widgets: WidgetRelay | None = None
@@ -171,8 +171,8 @@ class Pool:
     ) -> World:
         """Return the pool's world, ready for a cell (`heal_world`); start a world if there is none.
 
-        `options` are those that the user has typed; a new world is started with them.  The pool
-        waits for jobs and stopped cells on the ranks of `-r`, by default on any rank.  With
+        `options` are the options of the magic, with which a new world is started.  First waits
+        until no job and no stopped cell runs on the ranks of `-r`, by default on any rank.  With
         `for_training`, new workers import in advance what DDP, FSDP2 and optimizers import.
 
         Raises:
@@ -228,11 +228,12 @@ class Pool:
     def _wait_for_stop(
         self, world: World, display: CellDisplay, among: Collection[int] | None
     ) -> None:
-        """Wait for ranks that still run a cell which Stop has ended in the notebook.
+        """Wait for ranks that still run a cell although Stop has ended it in the notebook.
 
-        With `among`, does so only if one of these ranks runs that cell, or if the process group is
-        broken.  The next `show_late` adds output that came during the wait to that cell.  Raises
-        RanksNotStopped if ranks have not left the cell in time, and Interrupted after another Stop.
+        With `among`, waits only if one of these ranks has to leave that cell, or if the process
+        group is broken.  Output that comes during the wait is shown under the stopped cell by the
+        next `show_late`.  Raises RanksNotStopped if ranks have not left the cell in time, and
+        Interrupted if the user presses Stop during the wait.
         """
         if (running := dispatch.stopped_run(world.engine, among)) is None:
             return
@@ -265,22 +266,23 @@ class Pool:
     ) -> tuple[str, ...]:
         """Restart all workers with their former options and these changes.
 
-        Returns the names of the variables that the new workers have got back: those in `keep` or,
-        after a restart that failed, those that the failed restart had saved.  Without a world,
-        starts workers and returns ().
+        Returns the names of the variables that the new workers have got back.  These are the names
+        in `keep`.  If the restart before this one has failed, they are the names of the variables
+        that it had saved.  Without a world, starts workers and returns ().
         """
         world = self.world
         if world is None:
             self._start(self._make_world(changes), display)
             return ()
         display.show_status("restarting")
-        names = world.engine.names  # a start makes a new table, which the code below notices
+        # A start replaces this table, so the code below can tell whether workers have started.
+        names = world.engine.names
         try:
             kept_names = restarts.restart(world.engine, keep=keep, **changes)
         except StartError as error:
             self.last_failure = failure_of_start(error)
             raise
-        finally:  # even if the restart raises: the old workers may have ended all the same
+        finally:  # also after an error, because the old workers may have ended by then
             if not world.state.has_workers:
                 self._end_lost_jobs("its workers were ended")
                 if kept := world.engine.kept.names:
@@ -400,8 +402,9 @@ class Pool:
     ) -> None:
         """Bind values in the notebook that were gathered from `ranks`.
 
-        `values` has the values by name; later cells send none of the values to the ranks.
-        `rank_names` are the names under which `ranks` have variables too, which the ranks then own.
+        `values` has the values by name.  Later cells do not send these values to the ranks.
+        `rank_names` are the names that `ranks` also use for these variables.  From now on these
+        names belong to the ranks.
         """
         self.shell.user_ns.update(values)
         self.gathered.add(values)
@@ -437,8 +440,9 @@ class Pool:
     def show_late(self, *, at_once: bool = True, running: CellDisplay | None = None) -> None:
         """Add late output to the cells that it belongs to, and update widgets.
 
-        `running` is the display of the cell that runs now.  It is paused before other cells are
-        redrawn, since a terminal prints their lines below a progress bar of the running cell.
+        `running` is the display of the cell that runs now.  Before the late output of other cells
+        is shown, this display is paused: in a terminal it removes its progress bar, because the
+        late lines are printed at the same place.
         """
         if self.world is not None:
             self.show_widgets()
@@ -518,11 +522,11 @@ class Pool:
     def note_deaths(
         self, world: World, display: CellDisplay, machines: Machines, dead: Mapping[int, Died] = {}
     ) -> None:
-        """Note on the display which ranks died outside of a cell and were replaced.
+        """Add notes to the display that say which ranks died outside of a cell and were replaced.
 
-        Notes the ranks in `dead`, which the caller has replaced, and the ranks that other code has
-        replaced since the last call (`RankTable.pop_replaced`).  `machines` are the machines of the
-        ranks before they were replaced.
+        `dead` has the ranks that the caller has replaced.  Ranks that other code has replaced since
+        the last call are added (`RankTable.pop_replaced`).  `machines` are the machines on which
+        the ranks ran before they died.
         """
         dead = {**dead, **world.engine.rank_table.pop_replaced()}
         self.note_ends(dead, machines, display)
@@ -619,7 +623,8 @@ class Pool:
         for job in self._jobs:
             job.step()
             if job.has_ended and job.pop_drawn_between():
-                # nbclient ignores updates between cells, so the panel is drawn in this cell again.
+                # Redraw the job's panel now, during a cell: nbclient, which runs notebooks as a
+                # program, has ignored the updates that came between cells.
                 self.past_cells.mark_changed(job.task_run.transcript)
                 self.show_late()
 
@@ -702,9 +707,10 @@ class Pools:
         return self._pools.get(name or DEFAULT_POOL)
 
     def world_of(self, name: str | None) -> World | None:
-        """Return the world of a pool, None if the pool has no workers; any thread may read from it.
+        """Return the world of a pool, or None if the pool has no workers.
 
-        `name` is the name of the pool, None for the default pool.
+        `name` is the name of the pool, None for the default pool.  Any thread may call this, and
+        may read from the world.
         """
         pool = self.find(name)
         return pool.world if pool and pool.has_workers else None
@@ -737,7 +743,8 @@ class Pools:
                 python = self.shell.transform_cell(cell)
                 bound = names_bound(python)
         if bound and result.success:
-            # The cell may have deleted a name, or not have run the line that assigns the name.
+            # Skip names that do not exist: the cell may have deleted the name, or may not have run
+            # the line that assigns it.
             self.gathered.add(name for name in assigned_in(python) if name in self.shell.user_ns)
         self.gathered.record_assigned(bound)
         for pool in self:
@@ -750,11 +757,10 @@ class Pools:
                     pool.note_other_values(names_used(python))
 
     def do_shutdown(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Let cells of worlds with `--detach` end without stopping their ranks.
+        """Tell running cells that the kernel is about to exit, then let the kernel exit.
 
-        Wraps the kernel's method of this name, which runs on the kernel's control thread.  Sets the
-        events `kernel_exiting`, which tell a running cell that the kernel ends, then calls
-        `original`.
+        A cell in a world with `--detach` then ends in the notebook, while its ranks run on.  Wraps
+        the kernel's method `do_shutdown` (`original`), which runs on the kernel's control thread.
         """
         for pool in self:
             if pool.world is not None:

@@ -32,7 +32,7 @@ log = logging.getLogger("nbdist.notebook")
 CALL = "`nbdist.current_world()`"
 
 NO_OPTIONS = argparse.Namespace(on_failure=None, detach=None)
-"""The options that `Pool.ensure` reads, as in a `%%distributed` cell without options."""
+"""The options of a `%%distributed` cell without options, with which `Pool.ensure` is called."""
 
 
 class PoolWorld(World):
@@ -49,7 +49,7 @@ class PoolWorld(World):
 
     @property
     def engine(self) -> Engine:  # type: ignore[override]
-        """The engine of the pool's world; without workers, the last engine."""
+        """The engine of the pool's world; without a world, the engine of the last world."""
         if self._pool.world is not None:
             self._last_engine = self._pool.world.engine
         return self._last_engine

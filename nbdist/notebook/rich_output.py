@@ -108,17 +108,18 @@ class Below:
         return len(self._shown)
 
     def add(self, transcript: Transcript, of: Collection[int] | None = None) -> None:
-        """Append new displays of the ranks in `of`, by default of all ranks.
+        """Show new displays of the ranks in `of`, by default of all ranks, below earlier displays.
 
-        Does nothing if a new display belongs above a shown display, or if a shown display has
-        changed: the page would rebuild the widget of each display that moves or changes.
+        Does nothing if a new display belongs above a display that is shown, or if a display that is
+        shown has changed: the page would have to rebuild the widgets of displays that move or
+        change.
         """
         now = below_panel(transcript, of, self._pool)
         if now[: len(self._shown)] == self._shown:
             self._append(now)
 
     def end(self, transcript: Transcript) -> None:
-        """Show the final displays of a cell that has ended, in the order of `below_panel`."""
+        """Show all displays of a cell that has ended, by rank; redraw those that have changed."""
         now = below_panel(transcript, pool=self._pool)
         self._change(now)
         self._append(now)
@@ -187,9 +188,10 @@ CONTROL = "jupyter.widget.control"
 
 
 class WidgetRelay:
-    """Passes messages between the ranks' `widgets` and the pages of this notebook.
+    """Passes messages between widgets of the ranks and the pages that show the widgets.
 
-    Until a relay is closed, it also answers pages that ask for the state of all widgets.
+    `widgets` has the notebook's copy of the widgets' state.  Until the relay is closed, it also
+    sends that state to pages that ask for the state of all widgets.
     """
 
     def __init__(self, shell: InteractiveShell, widgets: Widgets, engine: Engine) -> None:

@@ -21,9 +21,9 @@ from nbdist.world.sent_objects import Parcel
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """A message for some ranks, with the variables `names` to bind and changes of objects.
+    """A message for `ranks`: the values of the variables `names`, and changes of objects.
 
-    `parcel` lists the same names and objects, for the tables that record what ranks have.
+    `parcel` lists the same names and objects.  The notebook records by it what the ranks have.
     """
 
     ranks: tuple[int, ...]
@@ -34,13 +34,14 @@ class Packet:
 
 @dataclass(frozen=True, slots=True)
 class Shipment:
-    """The packets that are sent to ranks with a cell, perhaps none, and the lines to show.
+    """The packets that are sent to ranks with a cell, and the lines that tell the user about them.
 
-    `notices` are lines for the user, shown before the packets are sent.  `big` has texts about
-    large variables, to be shown after the word "sending" or "sent".  `parcels` has by rank the
-    names and objects that the rank is sent.  `setup` is a packet for new workers, which have no
-    variables.  The frames of packets are views of the values' own memory, so `packed` must be
-    called before the values change.
+    There are no packets if the ranks have all that they need.  `notices` are lines that are shown
+    before the packets are sent.  `big` has texts on large variables such as "corpus (191 MiB) to
+    4 ranks", which are shown after the word "sending" or "sent".  `parcels` lists by rank the names
+    and objects that the rank is sent.  `setup` is a packet for new workers, which have no
+    variables.  The packets share memory with the values, so `packed` must be called before the
+    values change.
     """
 
     notices: tuple[str, ...] = ()
@@ -134,15 +135,15 @@ def replaced_text(
 
 
 HAVE_NAMED_PARTS = ("dict", "instance", "class", "function")
-"""Kinds of objects (`nbdist.values.scan`) whose parts have names, which notices can tell users."""
+"""The kinds of objects whose parts have names that users know, such as keys or attributes."""
 
 
 def path_of(name: str, root: Any, value: Any, parts: ChangedParts) -> str:
-    """Return the path of a changed part for messages, such as "cfg['lr']" or "CFG.lr".
+    """Return a text for messages that names a changed part, such as "cfg['lr']" or "CFG.lr".
 
-    `root` is the variable's object, and `value` the object that has changed.  The path is only the
-    variable's name if `value` is not `root`, if `parts` is not a single part, or if the part has no
-    name.
+    `name` is a variable, `root` the variable's object, and `value` the object of which `parts` have
+    changed.  Returns only `name` if several parts have changed, if the part has no name, or if
+    `value` is another object than `root`, such as an item of it.
     """
     if value is not root or not parts or len(parts) != 1:
         return name

@@ -65,7 +65,10 @@ BIG = 64 << 20
 """If a shipment has at least this many bytes, a line says which variables are sent."""
 
 MAX_PARTS_NAMED = 3
-"""The most parts of an object that notices name if both the notebook and ranks have changed it."""
+"""The most parts of an object for which notices are shown, such as keys of a dict.
+
+The notices are about parts that both the notebook and ranks have changed.
+"""
 
 OLD_IN_FUNCTIONS = "functions on the ranks use the older one that they have"
 
@@ -178,11 +181,11 @@ class Plan:
     def follow(
         self, names: Iterable[str], before: Mapping[str, frozenset[str]] | None = None
     ) -> None:
-        """Examine the notebook's variables of these names, and those that their functions need.
+        """Examine the variables of these names, and the variables that their functions use.
 
-        `before` maps each name that the cell reads to the names that the cell has bound before it
-        reads that name.  A function with that name then uses the cell's own values of the bound
-        names, so the notebook's variables of the bound names are not examined.
+        `before` maps a name that the cell reads to the names that the cell has bound before.  In
+        the cell `lock = Lock(); work()`, the function `work` uses the cell's `lock`.  So the
+        notebook's `lock` is not examined, even if `work` needs a variable of that name.
         """
         waiting = [(name, (before or {}).get(name, frozenset())) for name in sorted(names)]
         waiting.reverse()
@@ -195,14 +198,14 @@ class Plan:
     def follow_calls(self) -> None:
         """Examine variables that functions on the ranks use, even if the cell does not name them.
 
-        The cell may call such functions.  Examines variables that the notebook has bound again
-        since ranks got or bound them, and small variables that may have changed in place.  If ranks
-        have bound a variable that was never sent, the notebook's value does not replace theirs if
-        it is big; a notice says so.
+        The cell may call such functions.  This method examines variables that the notebook has
+        bound again since ranks got or bound them, and small variables that may have changed in
+        place.  A big value of a variable that was never sent, and that ranks have bound themselves,
+        is not examined.  Then the ranks keep their value, and a notice says so.
         """
         waiting, visited = [*self._table.in_functions], set[str]()
         calls = [bound for name, bound in self.bound_before.items() if self._may_call(name)]
-        # Names that the cell binds before it can call a function of the ranks.
+        # Names that the cell certainly binds before it can call any function of the ranks.
         bound_first = self.binds.intersection(*calls)
         while waiting:
             name = waiting.pop()
@@ -244,10 +247,10 @@ class Plan:
         return False
 
     def _follow_small(self, name: str, *, is_big: bool) -> None:
-        """Examine a variable that ranks have bound and that was never sent, if it is small.
+        """Examine a variable that ranks have bound and that was never sent, if its value is small.
 
-        A big variable is not sent; a notice says so.  `is_big` is True if the variable is known to
-        be big.  If only the examination shows that, the examination is undone.
+        A big value is not sent, and a notice says so.  `is_big` is True if the value is known to be
+        big.  If that is found only during the examination, the examination is undone.
         """
         before = dict(self._examined)
         if not is_big:
@@ -276,11 +279,12 @@ class Plan:
         return has_name and not isinstance(self._names.get(name), types.ModuleType)
 
     def follow_other_names(self) -> None:
-        """Examine new names of objects, or of views of memory, that the plan's ranks have already.
+        """Examine new names that the notebook has given to objects which the ranks already have.
 
-        For example, after `best = model` in the notebook the ranks bind `best` too.  Otherwise they
-        would lose the model if the cell gave `model` another value.  A name that a rank has deleted
-        is sent only if the cell uses it.
+        For example, after `best = model` in the notebook, the ranks bind `best` to their model too.
+        Otherwise they would lose the model if the cell bound `model` to something else.  Views of
+        memory that the ranks have, such as slices of a tensor, count too.  A name that a rank has
+        deleted is left out.
         """
         table, objects = self._table, self._objects
         for name in sorted(table.assigned):
@@ -298,8 +302,8 @@ class Plan:
     def _follow_unused(self, name: str) -> bool:
         """Examine a variable that the cell itself does not use; return False if it cannot be sent.
 
-        If the variable cannot be sent, `Outgoing` has dropped the states of all objects that it had
-        scanned, so the variables that were examined before are examined again.
+        The failure drops all that `Outgoing` has found so far.  So the variables that were examined
+        before are examined again.
         """
         examined = [*self._examined]
         try:
@@ -394,10 +398,11 @@ class Plan:
         return Sent(digest.digest(), Identity(value), needs, size=size, token=token)
 
     def _refuse(self, names: Collection[str], problem: Exception) -> NoReturn:
-        """Raise VariableNotSent for the variable among `names` that cannot be pickled.
+        """Raise VariableNotSent for the first of these variables that cannot be pickled.
 
-        If each of them can be pickled alone, raise `problem` if it is an error of nbdist, and
-        otherwise blame the first variable.
+        `problem` is the error that pickling them together has raised.  If each variable can be
+        pickled by itself, raises `problem` if it is an error of nbdist, such as NotEnoughMemory,
+        and otherwise VariableNotSent for the first variable.
         """
         fails = fails_in(self._names)
         for name in names:
@@ -419,7 +424,10 @@ class Plan:
         return Sent(version, Identity(module))
 
     def _submodules(self, name: str, module: types.ModuleType) -> frozenset[str]:
-        """Return the paths of imported submodules that the cell reads, as `xml.dom` for `xml`."""
+        """Return the submodules of a module that the cell reads, such as `xml.dom` for `xml`.
+
+        A submodule that the notebook has not imported is left out.
+        """
         paths = set()
         for chain in self._chains:
             path = module.__name__
@@ -498,9 +506,10 @@ class Plan:
     ) -> None:
         """Do not send a variable to restarted ranks if other ranks have changed their copy of it.
 
-        Copies of ranks that are `unasked` may have changed, so they count as changed.  Ranks that
-        lack the variable for another reason than a restart are sent the notebook's value.  Notices
-        say how to get the changed copy instead.
+        A notice says how to copy the changed value to the restarted ranks.  Copies on the ranks
+        `unasked` count as changed, since they may have changed.  Ranks that lack the variable for
+        another reason than a restart are sent the notebook's value.  If other ranks are known to
+        have changed theirs, a notice says how to get it.
         """
         lack = self._ranks_without(name)
         if not lack or self._is_setup:
@@ -510,8 +519,8 @@ class Plan:
         theirs = {key for r in changed for key in answers[r].changed} & reached
         new = frozenset(rank for rank in lack if self._table.is_missing(name, rank))
         if changed:
-            # A rank that has the changed objects under another name only gets one more name for its
-            # own objects, so no change is lost there.
+            # Leave out ranks that have the changed objects under another name.  They only get one
+            # more name for these objects, so no change is lost.
             lack = frozenset(r for r in lack if not theirs <= self._objects.of(r).keys())
             new &= lack
             done = f"`{name}` was {self._verb(name)} on {name_ranks(sorted(changed))}"
@@ -631,9 +640,10 @@ class Plan:
         return "trained" if kind in (*range(OPTIMIZER + 1), TENSOR) else "changed"
 
     def _notice_conflict(self, key: int, parts: ChangedParts) -> None:
-        """Add notices that ranks keep an object, or parts of it, as they have changed it.
+        """Add notices on parts of an object that both the notebook and ranks have changed.
 
-        The notebook has changed the same parts, so the notices say how to send or fetch them.
+        The ranks keep their values.  The notices say how to send the notebook's values, and how to
+        gather those of the ranks.
         """
         name = self._name_of(key)
         if name is None:
@@ -644,7 +654,7 @@ class Plan:
         for part in sorted(parts or (), key=repr)[:MAX_PARTS_NAMED] if is_by_part else [None]:
             only = None if part is None else frozenset([part])
             where = path_of(name, self._names.get(name), value, only)
-            # Gathering a class gives the notebook's own class: name the changed part instead.
+            # `%dist_gather` of a class would bring the notebook's own class, so name the part.
             what = where if isinstance(value, type) else name
             whole = "the notebook's" if where == name else f"all of the notebook's `{name}`"
             text = (
@@ -728,14 +738,14 @@ class Plan:
         return None
 
     def _notice_replaced(self, name: str, answers: Mapping[int, Inspected]) -> None:
-        """Add a notice if the variable's value replaces an object of ranks that users may miss.
+        """Add a notice if sending a variable replaces an object of ranks that users may miss.
 
-        That is an object that ranks have changed, or to which other names on the ranks still refer.
+        Users may miss an object that ranks have changed, or that has other names on the ranks.
         """
         lack = self._ranks_without(name)
         replaced = {r: each.names[name] for r, each in answers.items() if name in each.names}
         replaced = {rank: each for rank, each in replaced.items() if rank in lack}
-        # Variables that this shipment replaces too will not hold the old object any longer.
+        # Do not name variables that this shipment replaces too: they lose the old object as well.
         also = {other for other in self._examined if self._ranks_without(other)}
         replaced = {
             rank: replace(each, others=tuple(n for n in each.others if n not in also))
@@ -778,5 +788,8 @@ class Plan:
 
 
 def atomic_version(value: Any) -> tuple[str, str]:
-    """Return the type and the text of an atomic value; different values differ in one of them."""
+    """Return the type and the `repr` of a number, short text or similar value (`is_atomic`).
+
+    Together they tell whether a variable has changed, since different values differ in one of them.
+    """
     return type(value).__name__, repr(value)

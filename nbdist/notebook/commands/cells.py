@@ -52,7 +52,7 @@ sending_options = (
 
 
 def send(line: MagicCall, steps: CellSteps) -> None:
-    """Send a cell to ranks by the first of `steps`, and follow the cell to its end.
+    """Run a cell on ranks: the first of `steps` sends the cell, the others follow it to its end.
 
     With `--no-wait` the cell becomes a `Job`, and this function returns at once.  With `--here-too`
     the cell also runs in the notebook, while the ranks run it.  Raises the cell's error.
@@ -82,7 +82,8 @@ def send(line: MagicCall, steps: CellSteps) -> None:
         raised = _run_here(line, running)
         _give_names_to_ranks(line, running)
     if not options.no_wait:
-        # `attempts` has the last attempt; `pool.last` may be a cell that a job's callback has sent.
+        # Remember the last attempt here, since `pool.last` may be a later cell: a callback of a job
+        # can send one.
         attempts = deque([running], maxlen=1)
         try:
             _bind(line, name, run_steps(steps, attempts.append))
@@ -119,10 +120,10 @@ def _run_here(line: MagicCall, running: TaskRun) -> BaseException | None:
 
 
 def _give_names_to_ranks(line: MagicCall, running: TaskRun) -> None:
-    """Record that names which a cell has bound in the notebook and on ranks belong to the ranks.
+    """Record that names which a `--here-too` cell has bound on both sides belong to the ranks.
 
-    Otherwise the ranks would get the notebook's values with later cells.  A rank may finish the
-    cell before this call, or after it.
+    Otherwise later cells would send the notebook's values to the ranks.  This also holds for ranks
+    that have not finished the cell yet.
     """
     if (world := line.pool.world) is None:
         return
@@ -286,7 +287,8 @@ def dist_auto(line: MagicCall) -> str:
 @command(kind="cell")
 def local(line: MagicCall) -> None:
     """Run the cell in the notebook while `%dist_auto` is on."""
-    # In a notebook, `transform_first_lines` has turned such a cell into a plain cell before.
+    # In a notebook this runs only if code calls the magic, because `transform_first_lines` turns a
+    # cell that begins with `%%local` into a plain cell.
     shell = line.pool.shell
     result = shell.run_cell(line.cell)
     # Raise the error in a kernel, so that it aborts the queued cells.  A terminal queues no cells,

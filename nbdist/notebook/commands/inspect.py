@@ -61,7 +61,7 @@ ATTEMPT_OPTION = whole_number("--attempt", "a number, such as `--attempt 1`", mi
 
 STREAM_CHOICES = ("stdout", "stderr")
 
-PAGE_LINES = 10_000  # lines in each further request, if the first answer has too few lines
+PAGE_LINES = 10_000  # lines in each further request, if the first lines of a log are not enough
 
 ReadLogs = Callable[[GetLogs], tuple[LogTail, ...]]
 
@@ -116,9 +116,9 @@ def log_of(line: MagicCall) -> CommandOutput:
 def last_lines(
     tail: LogTail, get: GetLogs, ask: ReadLogs, pattern: re.Pattern[str] | None = None
 ) -> tuple[str, ...]:
-    """Return at most the last `get.most` lines of a log; with `pattern`, of the lines that match.
+    """Return the last lines of a log, at most `get.most`; with `pattern`, only lines that match.
 
-    `tail` is the answer to `get` for this log.  If `tail` has too few such lines, `ask` requests
+    `tail` has the lines that the request `get` has brought.  If too few of them match, `ask` brings
     earlier lines of the log.
     """
     lines: list[str] = []
@@ -133,9 +133,9 @@ def last_lines(
 def _files(tails: Sequence[LogTail], get: GetLogs, table: RankTable) -> Iterator[str]:
     """Yield the lines below the logs: where the log files are, and whose output is missing.
 
-    Output is missing if a log file could not be written, or if no answer about the rank has come.
-    Raises UsageError if answers have come but no rank has log files, or if there are no logs of the
-    workers' start with the number `get.attempt`.
+    A rank's output is missing if its log file could not be written, or if no answer about the rank
+    has come.  Raises UsageError if no rank has log files, or if the option `--attempt`
+    (`get.attempt`) names a start of the workers that has no logs.
     """
     machines, folders = table.machines, dict[tuple[str, Path], list[int]]()
     attempts = {number for each in tails for number in each.attempts}
@@ -158,7 +158,7 @@ def _files(tails: Sequence[LogTail], get: GetLogs, table: RankTable) -> Iterator
 
 # --- states, stacks, the last cell's output and the last failure ------------------------------
 
-SHORTEST = 0.5  # the fewest seconds between two refreshes, since each takes time of the ranks
+SHORTEST = 0.5  # least seconds between refreshes by `--follow`, as each costs the ranks some time
 
 DOCTOR_TIMEOUT = 180.0
 """Seconds for `nbdist doctor`, which itself allows 120 s for the import of torch."""
@@ -320,7 +320,8 @@ def dist_output(line: MagicCall) -> CommandOutput | str | None:
     pool, everything = line.pool, line.options.everything
     if pool.last is None or pool.world is None:
         raise UsageError("No distributed cell has run yet, so there is no output to show.")
-    pool.request = request_of(pool.shell)  # this page has the output now: no note on missed output
+    # This page gets the output now, so the next cell need not tell it about missed output.
+    pool.request = request_of(pool.shell)
     pool.show_jobs()
     past, number = pool.past_cells.past(pool.last.transcript), line.options.cell
     if not -len(past) <= number < 0:

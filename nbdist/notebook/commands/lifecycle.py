@@ -132,7 +132,7 @@ def _replace(line: MagicCall, keep: list[str]) -> str:
             error.add(f"{hint}.")
         raise
     engine.rank_table.mark_reported(ranks)
-    others = engine.rank_table.pop_replaced()  # ranks that died meanwhile, and were restarted too
+    others = engine.rank_table.pop_replaced()  # further ranks, which had died and were restarted
     line.pool.note_ends(others, machines, line.display)
     return healing_text(engine, {*ranks, *others})
 
@@ -202,7 +202,7 @@ def dist_attach(line: MagicCall) -> str | None:
     *others, running = world.engine.task_table.runs
     line.display.add_note(f"{_title(chosen)} · {running.task.title}")
     for each in others:
-        each.stop.make_job()  # the cell that attaches waits only for the newest task
+        each.stop.make_job()  # `%dist_attach` waits only for the newest task, not for this one
         display = line.pool.display()
         display.add_note(each.task.title)
         steps = _steps(line.pool, each, display)

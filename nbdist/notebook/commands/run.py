@@ -260,13 +260,13 @@ def headline(by_rank: Mapping[int, Memory]) -> str:
 
 F = TypeVar("F")
 
-Figures = Sequence[tuple[str, str]]  # pairs of a heading and a rank's text below the heading
+Figures = Sequence[tuple[str, str]]  # a rank's row in a table: pairs of heading and text
 
 
 def per_rank(by_rank: Mapping[int, F], figures_of: Callable[[F], Figures]) -> list[tuple[str, ...]]:
-    """Return a table's headings, then a row for each set of ranks with equal figures.
+    """Return a table: its headings, then its rows; ranks with equal figures share a row.
 
-    `figures_of` makes the figures of a rank from its value in `by_rank`.
+    `figures_of` turns a rank's value in `by_rank` into pairs of a heading and the text below it.
     """
     figures = {rank: figures_of(each) for rank, each in by_rank.items()}
     (first, *_) = figures.values()
@@ -276,12 +276,15 @@ def per_rank(by_rank: Mapping[int, F], figures_of: Callable[[F], Figures]) -> li
 
 
 def drop_empty_columns(table: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return the rows without columns that are empty below the heading, as `GPU` without GPUs."""
+    """Return a table without its empty columns, such as `GPU` on a machine without GPUs.
+
+    A column is empty if it has no text below its heading.
+    """
     return [*zip(*(each for each in zip(*table, strict=True) if any(each[1:])), strict=True)]
 
 
 def used_figures(memory: Memory) -> Figures:
-    """Return the figures of a rank's memory, of the CPU and of the GPU."""
+    """Return a rank's row in the table of memory in use: headings with sizes for CPU and GPU."""
     gpu = memory.gpu
     return [
         ("memory", size_text(memory.pss)),
@@ -333,7 +336,7 @@ def free_memory(line: MagicCall) -> CommandOutput:
 
 
 def freed_figures(cleaned: Cleaned) -> Figures:
-    """Return the figures of a rank's memory before and after the release."""
+    """Return a rank's row in the table of freed memory: sizes before and after the release."""
     titles = ("memory", "GPU tensors", "GPU held by torch")
     figures = list[tuple[str, str]]()
     for title, sizes in zip(titles, cleaned, strict=True):

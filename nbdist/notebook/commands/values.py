@@ -109,12 +109,14 @@ def _between_commas(text: str) -> list[str]:
 def targets_of(
     expressions: Sequence[str], given: str | None, *, is_assigned: bool = False
 ) -> list[str]:
-    """Return the notebook's name for each expression: the name after `--as`, or the expression.
+    """Return for each gathered expression the name of its result in the notebook.
 
-    `given` is the text after `--as`, None without `--as`.  Without `--as`, an expression that is no
-    name, such as `y[0]`, is returned only if the cell assigns the magic's value (`is_assigned`), as
-    in `x = %dist_gather y[0]`.  Raises UsageError if another result is no name, if `--as` has more
-    or fewer names than there are expressions, or if two results are equal.
+    `given` is the text after `--as`, None without `--as`.  Without `--as`, the result has the name
+    of the variable, such as `y`.  An expression such as `y[0]` is no name, and is returned as it is
+    if the cell assigns the magic's value (`is_assigned`): `x = %dist_gather y[0]`.
+
+    Raises UsageError if an expression has no name in all other cases, if `--as` has more or fewer
+    names than there are expressions, or if two results would have the same name.
     """
     value_transfer.check_expressions(expressions)
     line = f"`%dist_gather {' '.join(expressions)}`"
@@ -131,7 +133,8 @@ def targets_of(
 def _target_names(names: Sequence[str], given: str | None, have: str) -> list[str]:
     """Return the names in `given`, the text after `--as`; without `--as` return `names`.
 
-    Raises UsageError if `--as` has more or fewer names than `names`; `have` begins the message.
+    Raises UsageError if `--as` has more or fewer names than `names`.  `have` is the beginning of
+    the message, which says how many names are needed.
     """
     targets = [*names] if given is None else given.replace(" ", "").split(",")
     if len(targets) == len(names):
@@ -233,7 +236,7 @@ def dist_sync(line: MagicCall) -> str:
 # --- snapshots of the workers' variables ------------------------------------------------------
 
 EVERY_OPTION = whole_number("--every", "a number, such as `--every 1`, or 0", minimum=0)
-MAX_NAMED_VARIABLES = 20  # variables that a text lists by name at most
+MAX_NAMED_VARIABLES = 20  # the most variables whose names a message lists
 
 FROM_RANK = whole_number("--from", "a number, such as `--from 1`, or 0", minimum=0)
 
