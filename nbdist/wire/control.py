@@ -17,7 +17,7 @@ from nbdist.wire.places import Collective, RankPosition, StackFrame
 from nbdist.wire.spec import WorldSpec
 
 TYPES = "_jupyter_types_experimental"
-"""The name in a reply's metadata under which front ends find completions' types and signatures."""
+"""The key in a reply's metadata under which front ends expect the types of the completions."""
 
 
 class Complete(NamedTuple):
@@ -193,7 +193,10 @@ class HoldSteps(NamedTuple):
 
 
 class StopAtStep(NamedTuple):
-    """Let a task that `HoldSteps` holds go on, and raise KeyboardInterrupt where `step` begins."""
+    """Raise KeyboardInterrupt in a task when its optimizer step `step` begins.
+
+    The task, which `HoldSteps` has made wait at an earlier step, goes on until then.
+    """
 
     task_id: str
     step: int
@@ -212,9 +215,9 @@ class ReleaseSteps(NamedTuple):
 class Regroup(NamedTuple):
     """Connect the world's group and the groups in `members` again, with the same ranks as before.
 
-    `members` has, by name, the ranks of each group that survivors have besides the world's own; the
-    worker ignores groups without its rank.  Once the groups are connected, the worker adopts the
-    environment variables in `environ`.
+    `members` has the other groups that survivors belong to: the ranks of each group, by the group's
+    name.  The worker ignores groups without its own rank.  Once the groups are connected, the
+    worker adopts the environment variables in `environ`.
     """
 
     generation: int

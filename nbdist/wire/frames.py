@@ -43,9 +43,9 @@ def unpack(frame: bytes | memoryview) -> Any:
 def object_from(frame: bytes, kind: Any, *parts: type) -> Any:
     """Unpickle an object of the type `kind` from a sender that is not trusted.
 
-    `kind` is a class or a union.  Besides plain Python objects, the frame may have only dataclasses
+    `kind` is a class or a union.  The frame may have plain Python objects, and those dataclasses
     and named tuples that occur in `kind`, in `parts`, or in annotations of their fields.  So
-    unpickling runs no code but that of these classes.  The object and its fields must fit their
+    unpickling cannot run code of any other class.  The object and its fields must fit their
     annotations; a field with the annotation Any may have any value.  Raises BadFrame for any other
     frame.
     """
@@ -163,7 +163,7 @@ def _check_for_class(kind: Any) -> Callable[[Any], bool]:
         nonlocal fields_to_check
         if not isinstance(value, kind):
             return False
-        # Only now, since a record may have a field of its own type.
+        # Make the list only at the first call, because a record may have a field of its own type.
         if fields_to_check is None:
             fields_to_check = [
                 (name, _check_for(each)) for name, each in _parts_of(kind)[2].items()

@@ -14,15 +14,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 MOVED_NOTE, ATTEMPT_PREFIX = "[nbdist: what stood before this line was moved to ", "attempt_"
-"""The beginning of the first line of a log file whose earlier lines were moved to another file, and
-the beginning of the name of a folder with the files of one start of the workers."""
+"""The beginning of a line in a log file, and the beginning of a folder's name.
+
+MOVED_NOTE begins the first line of a log file whose earlier lines were moved to another file.
+ATTEMPT_PREFIX begins the name of a folder, such as attempt_1, which has the log files of the
+workers of one start."""
 
 BLOCK, PAGE, LONGEST = 1 << 16, 1 << 20, 1 << 14
 """Numbers of bytes.
 
-A log is read backwards, in blocks of BLOCK bytes.  A `LogTail` gets no further lines once it has
-more than PAGE bytes.  If a line begins in an earlier block, at most the last LONGEST bytes of the
-part that was read are kept until the earlier block is read."""
+A log is read from its end, in blocks of BLOCK bytes, until the lines have more than PAGE bytes.  A
+long line may begin in an earlier block than it ends.  If its part in the later blocks has more than
+LONGEST bytes, only the last LONGEST bytes of the line are read."""
 
 
 class GetLogs(NamedTuple):
@@ -127,7 +130,7 @@ def _backwards(file: Path, end: int | None) -> Iterator[tuple[int, bytes]]:
             opened.seek(position)
             lines = (opened.read(size) + carried).split(b"\n")
             starts = accumulate((len(each) + 1 for each in lines), initial=position)
-            if is_cut:  # bytes before `carried` were dropped: drop the line's beginning, too
+            if is_cut:  # only the end of the line was kept, so drop its beginning, too
                 lines[-1] = carried
             pairs = [*zip(starts, lines, strict=False)]
             if is_last and len(pairs) > 1 and not lines[-1]:

@@ -105,10 +105,10 @@ class RankSecrets(NamedTuple):
 
 
 class Consult(NamedTuple):
-    """Pass a front end's question about typed code to an idle rank; answered by the rank's answer.
+    """Ask an idle rank about code that the user types; answered by the rank's answer.
 
-    An agent asks an idle rank among `ranks`, and if that does not answer in time, a second idle
-    rank.  The answer is None if no rank is idle, or if none answers in time.
+    An agent asks an idle rank among `ranks`.  If this rank does not answer in time, the agent asks
+    a second idle rank.  The answer is None if no rank is idle, or if none answers in time.
     """
 
     ranks: tuple[int, ...]
@@ -155,9 +155,9 @@ class GetCode(NamedTuple):
     """Ask whether a node has the files of the archive with this digest; answered by `CodeHeld`.
 
     The archive has the files of the notebook's folder, for workers on other machines.  A node that
-    sees the very file `landmark` at its path shares the folder with the notebook, and needs no
-    archive, unless it already has a copy of the folder.  If the node lacks the archive, the
-    notebook sends it by `PutCode` messages.
+    finds the same file `landmark` shares the folder with the notebook, and needs no archive.  A
+    node that already has a copy of the folder does not look for the file.  If the node lacks the
+    archive, the notebook sends the archive in `PutCode` messages.
     """
 
     digest: str
@@ -199,10 +199,11 @@ RequestBody = ReadRequest | Change | GetCode | PutCode
 
 @dataclass(frozen=True, slots=True)
 class StartFailure:
-    """A rank could not start; if `rank` is None, an agent could not.  All workers have been ended.
+    """The world has not started, because a rank could not start; all workers have been ended.
 
-    For the error message, `command` is the command line of the process that could not start, or "",
-    and `last_lines` has the last lines of its output.
+    If `rank` is None, an agent could not start.  For the error message, `command` is the command
+    line of the process that could not start, or "", and `last_lines` has the last lines of its
+    output.
     """
 
     rank: int | None
@@ -268,7 +269,8 @@ class Rules(NamedTuple):
 
     `size` is the number of ranks of the world; `backend` is "none" without a process group.  If
     `heals` is True, ranks that die are replaced after the task.  If `heals` is False, a death makes
-    the agent end all ranks that have not finished the task.  All other fields are as in `Patience`.
+    the agent end all ranks that have not finished the task.  `nbdist.config.Patience` explains the
+    other fields, which are options.
     """
 
     size: int
@@ -435,12 +437,12 @@ class Attached:
 
     facts: WorldFacts
     memory: HandoverState
-    # By rank: the variables that tasks have bound.  An imported name has its module, as in
-    # `Done.imported`; all other names have None.
+    # By rank: the variables that tasks have bound.  For an imported name, the value is its import
+    # path, such as `torch.nn:Linear` (`Done.imported`).  For any other name it is None.
     bound: Mapping[int, Mapping[str, str | None]]
     tasks: tuple[AttachedTask, ...]  # in the order in which the tasks were sent
     next_call: int  # the id that the notebook's next `AgentRequest` must have
-    forgotten: int  # how many tasks there were before `tasks`, whose outputs are gone
+    forgotten: int  # how many more tasks there were, whose outputs the agent has dropped
     since: float  # when the previous notebook detached, in seconds since 1970
 
 
@@ -534,9 +536,10 @@ class Decision(Enum):
 class Decided:
     """Agent or head to notebook: a decision about a task, which the sender is carrying out.
 
-    `waiting` has the places of the ranks that have not finished the task, or of the ranks that are
-    ended with END_UNWAKEABLE.  `places` has the last known places of all ranks.  `failed` are the
-    ranks that have failed so far; the notebook may receive their errors after this message.
+    `waiting` has the places of the ranks that have not finished the task.  With the decision
+    END_UNWAKEABLE, it has the places of the ranks that are ended.  `places` has the last known
+    places of all ranks.  `failed` are the ranks that have failed so far; the notebook may receive
+    their errors after this message.
     """
 
     task_id: str

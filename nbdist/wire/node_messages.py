@@ -40,11 +40,12 @@ class LiveRanks(NamedTuple):
 
 
 class Formed(NamedTuple):
-    """The answer to `StartPart` and `Form`: a machine's process ids and log folders, by rank.
+    """The answer to `StartPart` and `Form`: whether the ranks of a machine have formed the group.
 
-    `alive` are the machine's live ranks.  `problem` says why the ranks of the machine did not form
-    the group, "" if they formed the group.  `missing` is as in `WorldFacts`; it is empty in the
-    answer to `Form`.
+    `pids` and `logs` have the process ids and log folders of the machine's workers, by rank.
+    `alive` are the machine's live ranks.  `problem` says why the ranks did not form the group, or
+    is "".  `missing` has a sentence for each name that nbdist needs and that torch or IPython
+    lacks; it is empty in the answer to `Form`.
     """
 
     pids: Mapping[int, int]
@@ -110,7 +111,7 @@ class PartRequest(Generic[R]):
     def lost_answer(self, why: str) -> R:
         """Return what the head uses in place of an answer if the machine is lost or too slow.
 
-        `why` is a text that says so. The machine's workers may still be alive.
+        `why` says in words what has happened.  The machine's workers may still be alive.
         """
         return None  # type: ignore[return-value]
 
@@ -212,10 +213,10 @@ class Prepare(PartRequest[str]):
 
 @dataclass(frozen=True, slots=True)
 class Form(PartRequest[Formed]):
-    """Form this generation of the world's group together with all other machines.
+    """Form the world's group again, together with all other machines.
 
-    The agent starts those of its ranks that are in `missing`; its other ranks form their groups
-    again.
+    `generation` counts the attempts to form the world's group.  The agent starts those of its ranks
+    that are in `missing`; its other ranks form their groups again.
     """
 
     spec: WorldSpec
@@ -237,8 +238,8 @@ class Form(PartRequest[Formed]):
 class CallOff(PartRequest[None]):
     """Call off a `StartPart` or `Form` that is in progress, so that its ranks wait no longer.
 
-    `generation` counts the attempts to form the world's group.  The agent does nothing if it is in
-    another attempt than this `generation`.
+    `generation` is the number of an attempt to form the world's group.  An agent that has begun
+    another attempt does nothing.
     """
 
     generation: int

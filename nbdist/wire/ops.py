@@ -184,10 +184,9 @@ class Inspected:
 class Brought(NamedTuple):
     """A rank's values of some expressions, pickled together in `packed`, or why there are none.
 
-    If the value of the expression `of` cannot be sent, `packed` is None, and `missing` is an
-    undefined name in the expression, or `problem` says another reason.  If the values have
-    DTensors, `packed` is None, too, and `spread` lists the DTensors: the ranks must first put the
-    parts of each together.
+    Without values, `packed` is None.  Then the value of the expression `of` cannot be sent, and
+    `missing` is an undefined name in the expression, or `problem` says another reason.  Or the
+    values have DTensors, whose parts the ranks must first put together; `spread` lists them.
     """
 
     of: str = ""
@@ -238,7 +237,7 @@ class Distance(NamedTuple):
 
 
 class Input(NamedTuple):
-    """The digest and shapes of the input of a module that `--watch` observes, in one forward."""
+    """The digest and shapes of a module's input in one forward pass, observed by `--watch`."""
 
     step: int
     digest: int
@@ -246,11 +245,10 @@ class Input(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Facts on a rank after a step of a watched cell, by which causes of a difference are found.
+    """Facts about a rank after a step of a watched cell, to find the cause of a difference.
 
-    They may differ between ranks earlier than parameters do.
-
-    `generators` has digests of random states, `ran` the modules whose forward ran in the step.
+    These facts may differ between ranks before parameters do.  `generators` has digests of the
+    states of random generators.  `ran` has the names of the modules whose forward ran in the step.
     `collectives` is the number of gloo's collectives that the rank has begun so far.
     """
 

@@ -19,7 +19,9 @@ PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/|^.*/lib/python3\.\d+/(?=[^/]
 """Matches the beginning of the path of a library's file; this beginning is not shown."""
 
 CALL_FILE = "/nbdist/worker/ops/run.py"
-"""The end of the path of the file whose function `call` calls a function of the notebook."""
+"""The end of the path of the file that calls a function which the notebook has sent to a rank.
+
+In a rank's stack, the user's function comes right after the function `call` of this file."""
 
 CELL_FILE = re.compile(r"/ipykernel_\d+/\d+\.py$")
 """Matches the name of a cell's file, which ipykernel writes only for the front end's debugger."""
@@ -112,8 +114,8 @@ def find_mismatch(
 ) -> Mapping[int, Begun]:
     """Return, by rank, the first collective for which the ranks differ; empty if they never do.
 
-    Collectives with the same number in the same group are compared: they differ if `kind`, called
-    with each rank's collective, returns different values.
+    Collectives with the same number in the same group are compared.  They differ if `kind` returns
+    different values for them, for example their names.
     """
     begun: defaultdict[tuple[int, str], dict[int, Begun]] = defaultdict(dict)
     for rank, place in places.items():
@@ -126,9 +128,9 @@ def find_mismatch(
 def is_call_mismatch(places: Mapping[int, RankPosition]) -> bool:
     """Return True if ranks wait in vain because they have called different operations.
 
-    The operations have the same number in the same group, for example an `all_reduce` of one rank
-    and a `broadcast` of another.  Returns False if no rank waits in the first such pair, because
-    then the ranks may still go on.
+    For example, one rank has called `all_reduce` and another rank `broadcast`, each as its fifth
+    collective in the same group.  Returns False if no rank waits in the first collectives that
+    differ, because then the ranks may still go on.
     """
     begun = find_mismatch(places, lambda each: each.name)
     return any(not each.is_done and places[rank].operation for rank, each in begun.items())

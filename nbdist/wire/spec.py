@@ -118,10 +118,11 @@ class WorldSpec:
     interface: str = "lo"  # the network interface by which gloo connects ranks
     argv: tuple[str, ...] = ("",)  # `sys.argv` of the notebook's process, for the ranks
     torch_store: TorchStore | None = None  # None if ranks use nbdist's own store
-    # The notebook's versions if the user has named an interpreter or a wrapper; if not, empty.
+    # The notebook's versions if the user has named an interpreter or a wrapper: workers compare
+    # their own versions with these versions.  Otherwise empty.
     versions: Versions = field(default_factory=dict)
-    # The user's options.  The notebook adds the launcher, name, log folder, interpreter on other
-    # machines, and whether workers are forked.
+    # The user's options.  The notebook has filled in the launcher, the name, the log folder, the
+    # interpreter on other machines, and whether workers are forked.
     config: WorldConfig = field(default_factory=WorldConfig)
     # If True, the fork server imports the modules that DDP, FSDP2 and optimizers need before it
     # forks the workers.
@@ -251,9 +252,10 @@ class WorkerStart:
 
 
 def cancel_file(path: str | Path, generation: int) -> Path:
-    """Return the path of the file by which an agent stops the forming of a generation of the group.
+    """Return the path of a file by which an agent calls off an attempt to form the world's group.
 
-    Once the file exists, ranks no longer wait for other ranks in this generation.
+    `generation` is the number of the attempt, and `path` the beginning of the file's path.  Once
+    the file exists, ranks no longer wait for other ranks in this attempt.
     """
     return Path(f"{path}.over{generation}")
 
@@ -309,8 +311,8 @@ WITH_NCCL: Mapping[str, str] = {
     # which collective the rank waits (NCCL from 2.22 on).
     "NCCL_RUNTIME_CONNECT": "0",
     # nccl's own monitor (RAS) listens on TCP and answers everybody.  nbdist has no use for the
-    # monitor: as Flight Recorder does, the monitor counts launched operations, but it shows neither
-    # which operations have completed nor send and recv.
+    # monitor: it counts only the operations that were launched, which Flight Recorder counts, too.
+    # It does not show which operations have completed, and no send and recv.
     "NCCL_RAS_ENABLE": "0",
 }
 """Further variables of ranks whose backend uses nccl, unless the user sets them.
@@ -363,11 +365,12 @@ MULTI_RANK_NCCL = (2, 30)
 
 
 def check_nvls(backend: str, environ: Mapping[str, str], *, shared: bool) -> str:
-    """Return a warning for the user about the value of NCCL_NVLS_ENABLE in `environ`.
+    """Return a warning for the user if `environ` turns on NVLS, a feature of NCCL.
 
-    Returns "" if the variable is 0 or not set, or if the backend does not use nccl.  `shared` is
-    True if ranks share a GPU or have slices of one.  Raises UsageError if `shared` is True and the
-    variable is 1, because NCCL would refuse to connect such ranks.
+    With NVLS, perhaps the group cannot be rebuilt after an abort.  Returns "" if NCCL_NVLS_ENABLE
+    is 0 or not set, or if the backend does not use nccl.  `shared` is True if ranks share a GPU or
+    have slices of a GPU.  NCCL refuses to connect these ranks with NVLS, so UsageError is raised if
+    `shared` is True and the variable is 1.
     """
     value = environ.get("NCCL_NVLS_ENABLE", "0")
     if value == "0" or not uses_nccl(backend):
@@ -388,11 +391,11 @@ def sharing_variables(
 ) -> Mapping[str, str]:
     """Return the environment variables with which NCCL accepts several ranks on one GPU.
 
-    The variables must be set before NCCL is first used.  With `slices`, the ranks have MIG slices
-    of the GPU, which NCCL up to 2.31 treats as the same GPU, too.  A `version` before
-    `MULTI_RANK_NCCL` refuses two ranks that have the same host id and the same GPU.  So each rank
-    gets its own NCCL_HOSTID, and the ranks connect by sockets of the loopback interface.  Values
-    that the user has set in `environ` stay, except that the rank is appended to NCCL_HOSTID.
+    The variables must be set before NCCL is first used.  `version` is the version of NCCL.  NCCL
+    before `MULTI_RANK_NCCL` refuses two ranks that have the same host id and the same GPU.  So each
+    rank gets its own NCCL_HOSTID, and the ranks connect by sockets of the loopback interface.  With
+    `slices`, the ranks have MIG slices of a GPU, which NCCL up to 2.31 treats as the same GPU, too.
+    Values that the user has set in `environ` stay, except that the rank is appended to NCCL_HOSTID.
     """
     # NVLS reduces in the switch between GPUs; NCCL refuses NVLS for ranks that share a GPU.
     defaults = {"NCCL_NVLS_ENABLE": "0"}
@@ -425,8 +428,8 @@ def torchrun_variables(
         # By default gloo listens on the address that the host's name resolves to, which may belong
         # to another network.
         "GLOO_SOCKET_IFNAME": spec.interface,
-        # With torchrun's 1, torch ends a worker that has waited for ten minutes, even if the worker
-        # is in a debugger.  nbdist itself aborts collectives that wait in vain.
+        # torchrun sets 1: then torch ends a worker that has waited for ten minutes, even if the
+        # worker is in a debugger.  nbdist itself aborts collectives that wait in vain.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",  # torch's monitor thread would end such workers, too
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",  # figures are the cell's outputs

@@ -46,8 +46,8 @@ the number of the last message that the sender has read."""
 class FrameKind(Enum):
     """The kind of a transmission, in its header.
 
-    Further frames follow the header of a MESSAGE, or of an ENDED to the head.  Other headers are
-    sent alone.
+    The frames of a message follow the header of a MESSAGE.  The identity of an agent follows the
+    header of an ENDED that is sent to the head.  All other headers are sent alone.
     """
 
     MESSAGE = b"m"
@@ -80,9 +80,9 @@ class Numbered:
 
     @property
     def has_read(self) -> bool:
-        """Whether this end has read a message since it has last sent a header.
+        """Whether this end has read messages that it has not acknowledged yet.
 
-        Each header acknowledges all messages that its sender has read.
+        Each header that this end sends acknowledges all messages that it has read.
         """
         return self._acknowledged < self._last_read
 
@@ -133,8 +133,10 @@ class Numbered:
 # --- segments of shared memory ----------------------------------------------------------------
 
 TRANSFER_PIECE, FIRST_WINDOW, MAX_WINDOW, MAX_DELAY = 1 << 20, 4, 16, 0.25
-"""A piece has up to TRANSFER_PIECE bytes.  FIRST_WINDOW pieces are in flight at first, and at most
-MAX_WINDOW.  If a piece takes MAX_DELAY seconds longer than the fastest piece, fewer pieces are
+"""Limits of the pieces of segments that are in flight at a time.
+
+A piece has up to TRANSFER_PIECE bytes.  At first FIRST_WINDOW pieces are in flight, and later at
+most MAX_WINDOW.  If a piece takes MAX_DELAY seconds longer than the fastest piece, fewer pieces are
 requested at a time, because other messages wait behind the pieces that are in flight.
 """
 
@@ -172,8 +174,8 @@ def piece_of(fetch: Fetch) -> SegmentPiece:
 class _Coming:
     """An incomplete copy of a segment, of which the first `requested` bytes were requested.
 
-    The result of the future `end` is a text: "" once the copy is complete or was dropped, or the
-    segment is gone, and the reason if the copy cannot be filled.
+    The future `end` gets a text as its result.  If the copy cannot be filled, the text is the
+    reason.  If the copy is complete, was dropped, or the segment is gone, the text is "".
     """
 
     ref: SegmentRef
@@ -251,7 +253,7 @@ class Receiving:
         try:
             for _ in blank.writing(memoryview(piece.data), piece.offset):
                 pass
-        except OSError as error:  # memory ran out since `Blank` found enough free
+        except OSError as error:  # memory ran out after `Blank` had found enough
             problem = f"{blank.total:,} bytes of shared memory could not be filled: "
             problem += error.strerror or str(error)
         if blank.filled == blank.total:

@@ -121,8 +121,8 @@ class Task:
     # The lowest level of the records that the ranks' `logging` sends to the notebook; None if no
     # records are sent.
     log_level: int | None = None
-    # By new rank: the names that other ranks have imported and that the new rank imports before the
-    # work, as in `Done.imported`.
+    # By new rank: the names that the new rank must import before the work, because other ranks have
+    # imported them.  Each name has its import path (`Done.imported`).
     imports: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     # By rank: keys of objects that no longer exist in the notebook.
     forget: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
@@ -176,7 +176,7 @@ class Task:
         return replace(self, names=names, plain=plain, work=work)
 
     def __reduce__(self) -> tuple[type[Task], tuple[Any, ...]]:
-        # In a third of the time that the `__getstate__` of a dataclass takes.
+        # This takes a third of the time of the `__getstate__` that dataclasses have.
         return Task, _fields_of_task(self)
 
 
@@ -283,11 +283,16 @@ def mark_pattern(token: str) -> re.Pattern[bytes]:
 
 
 LONGEST_MARK = 80
-"""The most bytes of a mark, and so of an incomplete mark at the end of a read."""
+"""The most bytes of a mark.
+
+So an incomplete mark is in the last LONGEST_MARK bytes that were read."""
 
 
 def cut_off_pattern(token: str) -> re.Pattern[bytes]:
-    """Return a pattern that finds the beginning of a mark at the end of the bytes of a read."""
+    """Return a pattern that finds an incomplete mark at the end of the bytes of a read.
+
+    The rest of the mark comes with the next read.
+    """
     start = f"_{token};"
     begun = "".join(f"(?:{letter}" for letter in start)
     return re.compile(rf"\x1b{begun}[a-z0-9]{{0,18}}\x1b?{')?' * len(start)}\Z".encode())

@@ -46,7 +46,7 @@ class WorldFacts:
 
 
 def died_again_text(ranks: Iterable[int]) -> str:
-    """Write why a group is broken if these ranks died after the group was formed: `rank 1 ...`."""
+    """Return `rank 1 died again`, the reason why a group is broken that was just formed again."""
     return f"{name_ranks(ranks)} died again"
 
 
