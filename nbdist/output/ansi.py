@@ -31,7 +31,7 @@ class Style(NamedTuple):
     """A character's style.
 
     `foreground` and `background` are SGR parameters such as "38;5;28", or "" for the default
-    colours.
+    colours.  `attributes` are codes such as `BOLD`.
     """
 
     foreground: str = ""
@@ -50,7 +50,7 @@ PLAIN = Style()
 
 @lru_cache(maxsize=4096)
 def restyle(style: Style, parameters: str) -> Style:
-    """Return the style after the colour code `ESC[<parameters>m`; ignore unknown parameters."""
+    """Return a style as the code `ESC[<parameters>m` changes it; ignore unknown parameters."""
     codes = [int(code) if code else 0 for code in parameters.replace(":", ";").split(";")]
     while codes:
         match codes:

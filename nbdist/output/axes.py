@@ -72,7 +72,7 @@ class Axis(NamedTuple):
             if last - first < self.max_ticks and not (self.is_whole and unit < 1):
                 break
         marks = (number * unit for number in range(first, last + 1))
-        # The first and the last may be beyond the axis by a rounding error.
+        # A rounding error may put the first or the last tick beyond the end of the axis.
         return [(min(max(mark, self.low), self.high), label(mark, unit)) for mark in marks]
 
     def _powers(self) -> list[tuple[float, str]]:
@@ -89,10 +89,10 @@ class Axis(NamedTuple):
 
 
 def label(value: float, unit: float) -> str:
-    """Return a number with enough digits to tell it from numbers that are `unit` away: `0.05`.
+    """Return a number as text, with enough digits to tell apart two ticks at a distance of `unit`.
 
-    Numbers of four digits or more have commas; very small and large numbers have an exponent:
-    `2e-6`.
+    Examples are `0.05`, `12,000` and `2e-6`: a number of four digits or more has commas, and a very
+    small or very large number has an exponent.
     """
     if abs(value) < unit / 1e6:
         return "0"
@@ -131,10 +131,11 @@ def with_axes(image: str, down: Axis, across: Axis, edge: float) -> str:
 
 
 def _spread(places: Sequence[tuple[float, str]], style: str) -> str:
-    """Return HTML with labels in a flex row or column, each at its share of the length, 0 to 1.
+    """Return HTML that places labels along a row or a column.
 
-    Empty elements between the labels keep the distances.  `style` must give the labels no size
-    along the row or column, so that no label shifts the others.
+    Each label has a place from 0, the start, to 1, the end.  Empty elements between the labels keep
+    the distances.  `style` must give labels no length in the direction of the row or column, since
+    the length of a label would shift the labels behind it.
     """
     ends = [0.0, *(share for share, _ in places), 1.0]
     spaces = [

@@ -18,16 +18,18 @@ class BarRows:
 
     def __init__(self) -> None:
         self.by_row: dict[int, Bar] = {}  # a row that is being written now is left out
-        # By row: the length of a bar that tqdm has cut after a space, which the stored row lacks.
+        # By row: the length of a bar that tqdm has cut right after a space.  The stored text of the
+        # row is shorter, since it has lost the space at its end.
         self.cut_widths: dict[int, int] = {}
         self.forgotten = 0  # how many bars `drop_above` has removed from `by_row`
         self.has_been_drawn = False  # stays True after a program has erased its bars
-        # Bars that text has replaced in their rows and that were not drawn again: the row, the bar
-        # and its length.  The keys are the bars' names and totals, or numbers from `set_removed`.
+        # Bars whose rows now have text, and that were not drawn again since.  A key is a bar's name
+        # and total, or a number from `set_removed`; a value is the bar's row, the bar, and its
+        # length.
         self._removed: dict[object, tuple[int, Bar, int]] = {}
-        # By row: the name and total of the first bar drawn in the row, the progress with which that
-        # bar began, and the bar's earlier row if a program has printed text there and then drawn
-        # the bar again below the text, or -1.
+        # By row, three facts about the first bar that was drawn in the row: its name and total, its
+        # progress when it began, and the row from which it has moved to this row, or -1.  A bar
+        # moves if a program prints text in the bar's row and draws the bar again below the text.
         self._first_drawn: dict[int, tuple[tuple[str, str], float, int]] = {}
         # Rows of `by_row` whose bars a program has erased by writing to other rows (`drop_lowest`).
         self._erased_rows = set[int]()
@@ -35,11 +37,12 @@ class BarRows:
     def list_bars(
         self, at_cursor: tuple[int, Bar] | None, is_ended: Callable[[int], bool]
     ) -> list[tuple[int, Bar]]:
-        """Return the bars and their rows, the topmost first.
+        """Return each bar with its row, the topmost first.
 
-        If a bar was drawn again further down, below a line of text, return only its last row.
-        `at_cursor` is the row of the cursor and its bar, if the row has a bar.  `is_ended` returns
-        True for a row that a program has ended with a newline or that the screen has dropped.
+        If a program has printed a line of text over a bar, and has drawn the bar again below the
+        line, return only the last row of the bar.  `at_cursor` has the row of the cursor and the
+        bar in this row; it is None if the row has no bar.  `is_ended(row)` returns True if a
+        program has ended the row with a newline, or if the screen has dropped the row.
         """
         in_rows = {row: bar for row, bar in self.by_row.items() if row not in self._erased_rows}
         if at_cursor:
@@ -60,11 +63,12 @@ class BarRows:
         return kept[::-1]
 
     def _is_over(self, row: int, bar: Bar, later: int, is_ended: Callable[[int], bool]) -> bool:
-        """Return True if row `later` has a new bar with the name of `bar`, which is then over.
+        """Return True if `bar` is over, because row `later` has a new bar with the same name.
 
-        A bar is new if it began with less progress than `bar` has.  Return False if `later` has
-        the same bar, drawn again below a line of text.  Also return False if `bar` is still in row
-        `row` and no newline has ended the row (`is_ended`): the program may draw the bar again.
+        The bar in row `later` is new if it began with less progress than `bar` has.  Otherwise it
+        counts as `bar` itself, drawn again below a line of text.  Also return False as long as
+        `bar` is in row `row` and no newline has ended this row (`is_ended`), since the program may
+        draw `bar` there again.
         """
         if self.by_row.get(row) == bar and not is_ended(row):
             return False
@@ -81,27 +85,29 @@ class BarRows:
         self.drop_removed(bar)
 
     def pop_row(self, row: int) -> int:
-        """Forget the bar of a row that a program begins to write; return the length of a cut bar.
+        """Forget the bar of a row that a program begins to write; return its length if it was cut.
 
-        A bar that tqdm has cut after a space is longer than the stored row, which lacks the space.
-        For all other rows, return 0.
+        The caller needs the length of a bar that tqdm has cut right after a space, because the
+        stored text of the row has lost this space.  For all other rows, return 0.
         """
         self.by_row.pop(row, None)
         self._erased_rows.discard(row)
         return self.cut_widths.pop(row, 0)
 
     def set_removed(self, bars: Iterable[Bar], row: int) -> None:
-        """Record bars that a new screen takes from other screens (`Screen.joined`).
+        """Record the bars of several screens that were joined to this screen (`Screen.joined`).
 
-        The bars have no rows in the new screen, so they count as replaced by text in row `row`.
+        The bars have no rows in the joined screen.  They are recorded as bars that text has
+        replaced in row `row`, so that `list_bars` returns them.
         """
         self._removed = {number: (row, bar, 0) for number, bar in enumerate(bars)}
         self.has_been_drawn = bool(self._removed)
 
     def record_removed(self, row: int, bar: Bar, width: int, end: int) -> None:
-        """Record a bar of `width` characters whose row will hold text from now on.
+        """Record that text replaces a bar of `width` characters in row `row`.
 
-        Do nothing if a later state of the bar is already in a row below, before row `end`.
+        Do nothing if the program has already drawn the bar again, in a row below `row` and before
+        row `end`: then the bar is still on the screen.
         """
         below = map(self.by_row.get, range(row + 1, end))
         key = bar.name, bar.total
@@ -118,10 +124,12 @@ class BarRows:
     def drop_lowest(self, width: int, first: int, width_of: Callable[[int], int]) -> None:
         """Drop the lowest bar of `width` characters, which a program has tried to erase.
 
-        A program erases a nested bar by as many spaces as the bar has characters.  After it has
-        printed lines of text, its bars are in lower rows, and the spaces hit a row without a bar.
+        To erase a nested bar, tqdm writes as many spaces as the bar has characters.  If the program
+        has printed lines of text, the bar is further down than tqdm assumes, and tqdm writes the
+        spaces to a row without a bar.  So the bar is found by its length.
+
         Only bars in row `first` or below, and bars that text has replaced, can be dropped.
-        `width_of` returns the number of characters of a row.
+        `width_of(row)` returns the number of characters of a row.
         """
         candidates: list[tuple[int, object]] = [
             (row, key) for key, (row, _, bar_width) in self._removed.items() if bar_width == width
@@ -139,12 +147,14 @@ class BarRows:
     ) -> tuple[Bar | None, int, int]:
         """Parse the text drawn in a row: a bar, and perhaps other text behind the bar.
 
-        Return the bar, its length, and the index at which the text behind the bar begins; both
-        numbers are 0 if the row has only a bar.  If the row has no bar, the bar is None and both
-        numbers are 0.  The same is returned for most rows with only a bar, to save a slow parse.
+        Return the bar, the bar's length, and the index at which the other text begins.  Without
+        other text, both numbers are 0.  If the row has no bar, return (None, 0, 0).  Also return
+        (None, 0, 0) for most rows with only a bar, since parsing is slow and callers need the bar
+        only in a few cases.
 
-        `plain` is the text drawn last, and `before` is the length of the drawing before it.  With
-        `has_older`, characters of an older drawing follow `plain` in the row.
+        `plain` is the text drawn last, and `before` is the length of the text that was drawn in the
+        row before.  `has_older` is True if characters of an older, longer drawing follow `plain` in
+        the row.
         """
         end, is_first = end_of_bar(plain), row not in self._first_drawn
         is_cut_longer = not end and len(plain) > before and is_cut(plain)
@@ -157,7 +167,8 @@ class BarRows:
         if is_first:
             self._record_first_drawn(row, key, bar.position)
         before = before or (self._removed[key][2] if key in self._removed else 0)
-        # tqdm cuts all drawings of a bar to the same length, so what is longer is other text.
+        # tqdm cuts all drawings of a bar to the same length, so text beyond this length is other
+        # text.
         has_more = is_cut_longer and 0 < before < len(plain.rstrip(" "))
         if has_more and (cut := read_row(plain[:before], is_edited=False)):
             bar, end = cut, before
@@ -167,11 +178,11 @@ class BarRows:
         return bar, end, max(end, before) if is_erased else end
 
     def _record_first_drawn(self, row: int, key: tuple[str, str], position: float) -> None:
-        """Record which bar is the first in row `row`, and with which progress the bar began.
+        """Record the first bar of row `row`, and the progress with which this bar began.
 
-        `key` is the bar's name and total, and `position` its progress now.  If text has replaced
-        the bar in another row, and the bar goes on in row `row`, the recorded progress is that with
-        which the bar began in the other row.
+        `key` is the bar's name and total, and `position` is its progress now.  If text has replaced
+        the bar in an earlier row, and the bar goes on in row `row`, record the progress with which
+        the bar began in the earlier row.
         """
         self.has_been_drawn = True
         moved_from = -1
@@ -188,10 +199,10 @@ class BarRows:
             del self.by_row[below]
 
     def drop_above(self, first: int) -> None:
-        """Drop the entries of `_first_drawn` above row `first`, as the screen has dropped the rows.
+        """Forget facts about rows above row `first`, because the screen has dropped these rows.
 
-        The bars of these rows stay.  Only if there are more than `_MAX_BARS` bars in all rows, the
-        topmost bars are dropped.
+        The bars of dropped rows are kept.  If there are more than `_MAX_BARS` bars in all rows, the
+        topmost bars of dropped rows are forgotten too, and counted in `forgotten`.
         """
         for row in [row for row in self._first_drawn if row < first]:
             del self._first_drawn[row]

@@ -1,9 +1,9 @@
 """Lays out the progress bars of all ranks as one table that says how far each rank is.
 
-While a cell runs, each rank has a row for its current bar, which is the last bar that the rank has
-drawn, unless many lines were printed below.  A rank "has left" all of its other bars.  When the
-cell has finished, the rank has left all of its bars.  Ranks that have left a bar at the same
-position share a row.
+While a cell runs, each rank has a row for its current bar.  The current bar is the last bar that
+the rank has drawn; it counts as current until the rank has printed many lines below it.  A rank
+"has left" its earlier bars and, when the cell has finished, also its last bar.  Ranks that have
+left a bar at the same position share a row.
 
 The notebook's process draws the table in a panel.  Pure: no I/O here.
 """
@@ -28,15 +28,16 @@ from nbdist.words import aligned, count, format_ranks, name_ranks
 MAX_BAR_ROWS, SLOWEST_ROWS = 16, 6
 _MAX_LEFT_LIVE = 4
 _LOOK_BACK = 24
-"""A rank counts as having left a bar once at least this many rows are below the bar."""
+"""A bar is no longer a rank's current bar if at least this many rows of output are below it."""
 
 _MAX_BARS_AROUND = 3
 _LONGEST_NAME = 32  # characters; beside a longer name the percentage may not fit on a narrow page
-# A rank is behind if its distance from the leading rank is at least the share `_BEHIND` of the bar,
-# and more than the share `_BEHIND_SHARE` of the leading rank's progress.
+# A rank counts as clearly behind if the leading rank is ahead by at least the share `_BEHIND` of
+# the whole bar, and by more than the share `_BEHIND_SHARE` of the leading rank's own progress.
 _BEHIND, _BEHIND_SHARE = 0.02, 0.05
-# Bars are not compared if they began more than `_BEGAN_APART` seconds apart, and also more than the
-# share `_BEGAN_APART_SHARE` of the longest elapsed time.
+# Bars that began at very different times are not compared.  The times are very different if they
+# are more than `_BEGAN_APART` seconds apart, and also more than the share `_BEGAN_APART_SHARE` of
+# the longest elapsed time.
 _BEGAN_APART, _BEGAN_APART_SHARE = 2.0, 0.25
 _NUMBERS = re.compile(r"\d+")
 _RATE_PARTS = re.compile(r"([\d.]+)(\D.*)")
@@ -51,7 +52,7 @@ class RankBars(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The names of all bars, those of outer bars with the amount done: `epoch 3/10, step`."""
+        """The names of the nested bars, with the amounts of outer bars: `epoch 3/10, step`."""
         names = [f"{bar.name} {bar.amount}".strip() for bar in self.around]
         return ", ".join(filter(None, [*names, self.bar.name]))
 
@@ -77,7 +78,7 @@ class RankBars(NamedTuple):
 class LeftBar(NamedTuple):
     """A bar that some ranks no longer draw, and that all of them left at the same position.
 
-    `rate` and `other_text` are merged from the bars of all `ranks`.
+    `rate` and `other_text` summarize the bars of all `ranks`, as in `5.6 to 5.9it/s`.
     """
 
     ranks: tuple[int, ...]
@@ -87,12 +88,12 @@ class LeftBar(NamedTuple):
 
 
 class BarTable(NamedTuple):
-    """The bars of some ranks: `rows` has the current bars, and `left_bars` the newest earlier bars.
+    """A table of bars: `rows` has current bars, and `left_bars` has bars that ranks have left.
 
     If there are many ranks, only the slowest have rows, and `summary` says how far all ranks are.
-    `slowest` is a rank that is clearly behind, and `behind` a text such as `rank 2 is 20 % behind`.
-    If no rank is clearly behind, they are None and "".  `more` is the number of still earlier bars,
-    which the table does not show.
+    If a rank is clearly behind, `slowest` is this rank, and `behind` is a text such as `rank 2 is
+    20 % behind`; otherwise `slowest` is None and `behind` is "".  `left_bars` has only the newest
+    bars, and `more` is the number of older bars that the table does not show.
     """
 
     ranks: tuple[int, ...]
@@ -104,11 +105,11 @@ class BarTable(NamedTuple):
     more: int = 0
 
     def share(self, bars: RankBars) -> float | None:
-        """Return the share of a row's bar that is drawn as filled; None if the share is unknown.
+        """Return how much of a row's bar is drawn as filled, from 0 to 1; None if this is unknown.
 
-        If the bar is nested and the total of the outermost bar is known, the share is that of the
-        outermost bar.  If rows have bars of different epochs, the drawn bar spans these epochs, so
-        a rank in an earlier epoch has a shorter filled part.
+        For nested bars, the progress of the outermost bar is drawn if its total is known.  If ranks
+        are in different epochs, the drawn bar stands for all these epochs together, so a rank in an
+        earlier epoch has a shorter filled part.
         """
         share = bars.bar.fraction
         if bars.around and number_of(bars.outer.total):
@@ -120,10 +121,10 @@ class BarTable(NamedTuple):
 
 
 def current_bars_of(output: RankTranscript, *, with_full: bool = True) -> RankBars | None:
-    """Return a rank's current bar and the bars around it; None if there is none.
+    """Return a rank's current bar and the bars around it; None if the rank has no current bar.
 
-    Also return None if the cell has failed on the rank.  Without `with_full`, also return None if
-    the rank has printed text below its bar, and the bar is full or the rank has finished the cell.
+    A rank on which the cell has failed has no current bar.  If `with_full` is False, a bar with
+    printed text below it does not count once it is full or the rank has finished the cell.
     """
     if output.state in FAILED:
         return None
@@ -174,7 +175,8 @@ def _edited_bar(screen: Screen) -> Bar | None:
 def _all_current_bars(transcript: Transcript, *, with_full: bool = True) -> list[RankBars]:
     """Return the current bars of all ranks; [] if all ranks with a bar have finished the cell.
 
-    `with_full` is as in `current_bars_of`.
+    If `with_full` is False, a bar with printed text below it does not count once it is full or its
+    rank has finished the cell.
     """
     current_bars = (current_bars_of(each, with_full=with_full) for each in transcript)
     current = [*filter(None, current_bars)]
@@ -184,11 +186,13 @@ def _all_current_bars(transcript: Transcript, *, with_full: bool = True) -> list
 def find_left_bars(
     bars: Mapping[int, Sequence[Bar]], current: Sequence[RankBars] = ()
 ) -> list[LeftBar]:
-    """Return the bars that ranks no longer draw, without those that some rank still draws.
+    """Return the bars that no rank draws any more.
 
-    `current` has the bars that are still drawn; it is empty for a finished cell.  Ranks whose bars
-    stopped at the same position share a `LeftBar`.  If ranks have several bars of the same name and
-    total, the second bar of a rank is merged only with second bars, and so on.
+    `bars` has all bars of each rank, and `current` the bars that ranks still draw; `current` is
+    empty for a finished cell.  As long as any rank draws `epoch 1`, the bars `epoch 1` of all ranks
+    are left out.  Ranks whose bars stopped at the same position share a `LeftBar`.  If each rank
+    has drawn several bars of the same name and total, the second bar of a rank is merged only with
+    second bars of other ranks, and so on.
     """
     present = set[tuple[str, str, int]]()
     for each in current:
@@ -319,7 +323,7 @@ def merged_line(transcript: Transcript) -> str:
 
 
 def _progress_text(rank_bars: Sequence[RankBars]) -> str:
-    """Return a text on how far these ranks are, as `[0-3] epoch 63% (47-64) 12:01<07:10`."""
+    """Return a text on the progress of ranks, such as `[0-3] epoch 63% (47-64) 12:01<07:10`."""
     low, middle, high = _spread(rank_bars)
     spread = "" if low == high else f"({low.rstrip('%')}-{high.rstrip('%')})"
     elapsed = max((b.bar.elapsed for b in rank_bars if b.bar.elapsed is not None), default=None)
@@ -413,7 +417,7 @@ def _shorten_name(name: str) -> str:
 _ANY = "padding:0 10px 0 0;border:none;vertical-align:top;text-align:left;white-space:nowrap"
 _FIXED = f"{_ANY};width:1px"  # the browser makes the cell as wide as its text, which never wraps
 _SHORT_NAME = 12  # characters
-_CHARACTER = 0.605  # em, a little more than most fonts need; JupyterLab allows no `ch`
+_CHARACTER = 0.605  # the width of a character in em, rounded up; JupyterLab drops the unit `ch`
 _NAME = (
     f"{_ANY};max-width:0;overflow:hidden;text-overflow:ellipsis;width:{{:.0f}}%;"
     f"min-width:{_CHARACTER * (_SHORT_NAME - 1):.1f}em"
@@ -423,7 +427,8 @@ _SLOWEST = "slowest"
 _BESIDE_NAME = "display:flex;flex-wrap:wrap;column-gap:10px"
 _COLUMN = "display:inline-block;min-width:{:.1f}em;text-align:{}"
 _REST = "flex:1 1 {:.1f}em;min-width:0;white-space:normal;overflow-wrap:break-word"
-# Widths in characters are multiples of `_REST_UNIT`, so that one more digit seldom wraps the line.
+# Widths are rounded up to a multiple of this many characters, so that a text with one more digit
+# seldom moves to a new line.
 _REST_UNIT = 2
 _FILL = "display:inline-block;vertical-align:middle;height:10px;border-radius:2px"
 _TRACK = f"{_FILL};width:80px;background-color:{{}};line-height:0"
@@ -436,7 +441,8 @@ _BAR_WIDTH, _BAR_PARTS = 20, " ▏▎▍▌▋▊▉"
 def bars_html(shown: BarTable) -> str:
     """Draw the table as HTML, below a line with the summary and the number of earlier bars."""
     rows = [*_rows(shown)]
-    # Keep room for the mark of the slowest rank before any rank is slow: else columns would move.
+    # Reserve a column for the word `slowest` before any rank is slow: a column that appears later
+    # would move all other columns.
     widths = _widths(rows, has_mark=len(shown.rows) > 1)
     drawn = table((_row_html(row, widths) for row in rows), ";width:100%")
     return line(dim(" · ".join(_lines_above(shown)))) + drawn
@@ -544,7 +550,7 @@ def _column(html: str, width: int, side: str) -> str:
 
 
 def _name_cell(name: str) -> tuple[str, str]:
-    """Write a bar's name as a cell; a long name may be cut, and is shown whole under the mouse."""
+    """Return a cell with a bar's name; if a long name is cut, a tooltip shows the whole name."""
     if len(name) <= _SHORT_NAME:
         return _FIXED, dim(name)
     return _NAME.format(1 + 0.9 * len(name)), f'<span title="{escape(name)}">{dim(name)}</span>'

@@ -1,8 +1,8 @@
-"""Compares the curves of ranks, and draws them: the median, a band, and ranks outside the band.
+"""Compares the curves of ranks, and draws them: a median, a band, and ranks outside the band.
 
-The band lies between the lowest and the highest rank.  In the notebook's process `html` shows the
-curves as small pictures, and `text` shows tables of numbers.  Pure, but for the clock in
-`live_curves`.
+The band lies between the lowest and the highest of the ranks that are not far from the others.  In
+the notebook's process `html` shows the curves as small pictures, and `text` shows tables of
+numbers.  Pure, but for the clock in `live_curves`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ MAX_CHART_NAME_LENGTH = 60  # characters
 TABLE_STEPS = 8  # the most steps in the table of a curve
 
 MAX_COLUMNS, MIN_COLUMNS, COLUMNS_OF_ALL = 240, 96, 16_000
-"""The most columns into which the steps of a curve are divided.
+"""Limits on the number of columns into which the steps of a curve are divided.
 
-They are `MAX_COLUMNS` for few ranks.  For many ranks, all ranks together have `COLUMNS_OF_ALL`
-columns, but each rank has at least `MIN_COLUMNS`.
+With few ranks there are at most `MAX_COLUMNS` columns.  With many ranks the limit is lower, so that
+all ranks together have about `COLUMNS_OF_ALL` numbers, but it is never below `MIN_COLUMNS`.
 """
 
 
 FAR, FAR_SHARE, FAR_COLUMNS = 6.0, 0.08, 3
 """The limits from which a rank counts as far from the other ranks.
 
-In `FAR_COLUMNS` columns in a row the distance must be more than `FAR` times the median distance of
-the ranks, more than `FAR_SHARE` of the range of the median, and more than 1 % of the median.
+A rank is far if its distance from the median of all ranks exceeds three bounds in `FAR_COLUMNS`
+columns in a row.  The bounds are `FAR` times the median distance of all ranks, the share
+`FAR_SHARE` of the range of the median over all columns, and 1 % of the median.
 """
 
 MIN_RANKS = 3  # with fewer ranks, no rank is called far from the others
@@ -100,8 +101,8 @@ def bands_of(run: RunSeries) -> Bands:
     medians = [_median(at) for at in zip(*means.values(), strict=True)]
     far_ranks = tuple(_find_far_ranks(run, spread, medians)) if len(run) >= MIN_RANKS else ()
     away = {each.rank for each in far_ranks}
-    # If each rank is far from the others at some step, the band would have no rank: then the band
-    # has all ranks.
+    # If every rank is far from the others at some step, no rank is left for the band.  Then the
+    # band has all ranks.
     near = [points for rank, points in spread.items() if rank not in away] or [*spread.values()]
     at_once = [[each for each in at if each is not None] for at in zip(*near, strict=True)]
     odd = {rank: numbers for rank in sorted(run) if (numbers := run[rank].odd)}
@@ -119,11 +120,10 @@ def bands_of(run: RunSeries) -> Bands:
 
 
 def _columns(series: Series, begin: float, width: float, columns: int) -> list[CurvePoint | None]:
-    """Return a rank's points by column, each merged from the points in the column.
+    """Divide a rank's points into columns of `width` steps; return a merged point for each.
 
-    A column covers `width` steps; the first column is around step `begin`.  Empty columns between
-    finite points are interpolated.  Other empty columns, and columns with only NaN or infinity,
-    are None.
+    The first column is around step `begin`.  An empty column between finite points gets an
+    interpolated point.  Other empty columns, and columns with only NaN or infinity, are None.
     """
     by_column: list[CurvePoint | None] = [None] * columns
     point: CurvePoint | None
@@ -243,10 +243,11 @@ def is_same(low: float | None, high: float | None) -> bool:
 def headline(name: str, curve: Curve, bands: Bands) -> str:
     """Return a curve's newest numbers: `loss median 0.12 · step 99 · 0.11 to 0.13 on 4 ranks`.
 
-    The line is about the newest run, whose ranks `bands` compares, and only counts earlier runs.
-    The numbers are those of the last step that all ranks have tracked.  If a rank is much further,
-    or if a rank has NaN or infinity, the numbers are those of the last step of any rank.  If a
-    point has several steps, the line says that the number is their mean.
+    The line is about the newest run, and only says how many earlier runs there are.  In most cases
+    the numbers are those of the last step that all ranks have tracked.  If one rank is much further
+    than another, or if a rank has NaN or infinity, the numbers are those of the last step that any
+    rank has tracked.  If several steps were merged into one point, the line says that the number is
+    a mean.
     """
     run, earlier = curve.last, len(curve.runs) - 1
     end_of_line = f" · {count(earlier, 'earlier run')}" if earlier else ""
@@ -333,8 +334,9 @@ def more_text(curves: Curves) -> str:
 def _table(name: str, curve: Curve) -> str:
     run, bands = curve.last, bands_of(curve.last)
     far_ranks = [each.rank for each in bands.far_ranks]
-    # The lowest and highest number are of the ranks in the band.  If every rank is far, the band is
-    # of all ranks, so the titles do not say `others'`.
+    # The lowest and the highest number leave out far ranks, which have columns of their own, so the
+    # titles say `others'`.  If every rank is far, no rank is left out, and the titles do not say
+    # this.
     others = "others' " if 0 < len(far_ranks) < len(run) else ""
     columns = f"{others}lowest", f"{others}highest", *(f"rank {rank}" for rank in far_ranks)
     rows = [("step", "median", *columns)]
@@ -354,10 +356,10 @@ EDGE = 2  # pixels above the highest and below the lowest number, for the width 
 SCALE = 2  # units of a picture's coordinates in one pixel
 
 CHART_REDRAW_INTERVAL, SHARE = 0.5, 20
-"""How often the curves of a running cell are drawn again, at most.
+"""Limits on how often the curves of a running cell are drawn again.
 
-The next drawing begins `CHART_REDRAW_INTERVAL` seconds after the last one began, or later: drawing
-takes no more than about 1/`SHARE` of the time.
+Two drawings begin at least `CHART_REDRAW_INTERVAL` seconds apart.  If drawing is slow, they are
+further apart, so that drawing takes at most about 1/`SHARE` of the time.
 """
 
 MAX_PICTURES, MAX_CHART_BYTES, MAX_LIVE_CHART_BYTES = 6, 300_000, 40_000
@@ -366,7 +368,7 @@ GRID = "rgba(134,142,150,0.27)"
 EXTREMES, BAND = "rgba(47,127,230,0.14)", "rgba(47,127,230,0.3)"
 FAR_COLOURS = ("#e67700", "#be4bdb", "#0ca678", "#f76707")
 
-LARGEST_NUMBER = 8e307  # the largest number that is drawn: differences must not be infinite
+LARGEST_NUMBER = 8e307  # no axis goes beyond: differences of larger numbers could be infinite
 
 Values = Sequence[float | None]
 """The numbers of a curve, one for each step; None is a gap in the curve."""
@@ -440,9 +442,11 @@ def _tile(name: str, curve: Curve, max_bytes: int) -> str:
 
 
 def frame_of(bands: Bands) -> ChartRange:
-    """Return the axes for the band, and for far ranks as far as there is room for them.
+    """Return the axes of a picture, with room for the band and for far ranks near the band.
 
-    The axis of the numbers is logarithmic if all are positive and they span a decade or more.
+    A rank that is further away than about the height of the band is drawn at the edge.  The axis of
+    the numbers is logarithmic if all numbers are positive and the highest is at least ten times the
+    lowest.
     """
     band = [each for each in (*bands.low, *bands.high) if each is not None]
     far = [

@@ -30,11 +30,12 @@ MAX_CURVE_NAMES, MAX_RUNS = 64, 8
 
 
 class Series:
-    """The points of one rank in one run; in a run the steps never go back.
+    """The points of one rank's curve in one run, in rising order of their steps.
 
-    If there are more than `max_points`, neighbours are merged.  A merged point covers `wide` steps
-    and begins at a multiple of `wide`, so that ranks with equal numbers have equal points.
-    `columns` has an array for each field of `CurvePoint`.
+    If there are more than `max_points` points, neighbouring points are merged.  From then on a
+    point covers `wide` steps and begins at a multiple of `wide`, so that two ranks that have
+    tracked equal numbers also have equal points.  `columns` has an array for each field of
+    `CurvePoint`.
     """
 
     def __init__(self, max_points: int) -> None:
@@ -72,7 +73,8 @@ class Series:
     def end_of(self, point: CurvePoint) -> float:
         """Return the step before which a point ends, which is the step of the next point.
 
-        After the last point, assume a step for each number that was merged into the point.
+        The last point has no next point.  So assume one step for each number that was merged into
+        it.
         """
         at = bisect_right(self.columns[0], point.step)
         return self.columns[0][at] if at < len(self) else point.step + point.finite + point.odd
@@ -190,11 +192,11 @@ class Curve:
         return self.runs[max(self.runs)]
 
     def add_points(self, rank: int, task_id: str, points: Iterable[CurvePoint], ranks: int) -> None:
-        """Add points of a rank.
+        """Add new points of a rank to its current run; a lower step than before begins another run.
 
-        The first points of a rank belong to the run that was the newest when the task began, since
-        other ranks may have begun newer runs in this task.  If there are very many `ranks` in all,
-        each rank keeps fewer points.
+        A rank's very first points belong to the run that was the newest when the task began, since
+        other ranks may already have begun newer runs in this task.  Each rank keeps fewer points if
+        there are very many `ranks` in all.
         """
         if task_id != self._last_task[0]:
             self._last_task = task_id, max(self.runs, default=0)
@@ -222,7 +224,8 @@ class Curves:
         self.by_name: dict[str, Curve] = {}
         self.more: dict[str, None] = {}
         self.version = 0
-        # By name: the last task that tracked the name without a step, and the task's first step.
+        # By name: the id of the last task that tracked the name without a step, and the step on the
+        # curve with which this task began.
         self._first_steps: dict[str, tuple[str, int]] = {}
         self._step_counts: dict[str, int] = {}  # by name: the number of steps counted in all tasks
         self.drawn = 0.0, -1, "", ""  # cache: time of the next drawing, version, HTML, text
@@ -236,8 +239,9 @@ class Curves:
     def with_continued_steps(self, task_id: str, tracked: Tracked) -> Tracked:
         """Return `tracked`, but with counted steps that continue the steps of earlier tasks.
 
-        If a name is tracked without a step, each task counts the steps from 0.  A curve of several
-        tasks must not begin at 0 again, so the number of earlier steps is added.
+        If a cell calls `track` without a step, the calls are counted as steps, from 0 in each task.
+        A curve over several tasks must not begin at 0 again, so the number of steps in earlier
+        tasks is added.
         """
         curves = dict(tracked.curves)
         for name, counted in tracked.counted.items():

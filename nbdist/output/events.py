@@ -52,9 +52,9 @@ class Skipped:
 def plain_of(data: MimeBundle) -> str:
     """Return the text that stands for a display in a terminal, in most cases its text/plain.
 
-    If text/plain is empty, or only names a class of IPython, return the display's source instead,
-    such as Markdown.  If there is no such source, return text/plain, or the display's mime types if
-    text/plain is empty.
+    The text/plain of `display(Markdown(x))` only names the class.  In this case, or if text/plain
+    is empty, return the display's source, such as the Markdown text.  If there is no source that
+    people can read, return text/plain, or the display's mime types if text/plain is empty.
     """
     text = text_of(data.get("text/plain", ""))
     # The text of `display(Markdown(x))` only names the class, so the source is returned instead.
@@ -115,11 +115,12 @@ class Clear(NamedTuple):
 class Failure(NamedTuple):
     """An exception that was raised on the rank, and that has in most cases ended the cell there.
 
-    `traceback` has ANSI colours.  `kinds` are the exception's class and its bases, as
-    `module:qualified.name`.  `connections` is "ended" if an abort or another rank has closed the
-    connections of this rank, "timed out" if gloo closed them because a collective took too long or
-    a machine could not be reached, and "" for all other exceptions.  If memory ran out, the lines
-    of `account` say what used it.
+    `traceback` has ANSI colours.  `kinds` names the exception's class and its base classes, each as
+    `module:qualified.name`.  If memory ran out, the lines of `account` say what used it.
+
+    `connections` tells whether the exception was raised because the rank's connections were closed.
+    It is "ended" if an abort or another rank closed them, "timed out" if gloo closed them because a
+    collective took too long or a machine could not be reached, and "" for all other exceptions.
     """
 
     name: str
@@ -181,10 +182,10 @@ class Died(NamedTuple):
 class Incomplete(NamedTuple):
     """Variables that may hold a part of the result of an aborted collective.
 
-    `line` is the line of the cell that called the collective, 0 if no cell did, as in a script.
-    Each pair in `parts` names a part of a variable and the variable: ("gradients", "model").  The
-    part is "" for the whole variable.  The variable's name is "" if no variable is known to hold
-    the tensor.
+    `line` is the line of the cell that called the collective; it is 0 if no line of a cell did so,
+    as in a script.  Each pair in `parts` names what the collective was writing: ("gradients",
+    "model") are the gradients of the variable `model`, and ("", "x") is the whole variable `x`.
+    The second text is "" if no variable is known to hold the tensor.
     """
 
     operation: str
@@ -205,29 +206,32 @@ class Done:
     # The modules, functions and classes among the bound names, each with its import path, such as
     # `numpy` or `torch.nn:Linear`.  The path is "" if an import would not give the same object.
     imported: Mapping[str, str] = field(default_factory=dict)
-    # A `Payload` of the values that the notebook asked for, or of the contents of the exception.
+    # A `Payload` of the values that the notebook asked for.  If the task failed, a `Payload` of the
+    # arguments and attributes of the exception.
     values: object = None
     failure: Failure | None = None  # the error that ended the task
     error_number: int = 0  # the number of the message with the traceback, 0 if none was sent
     changed: tuple[str, ...] = ()  # files of imported modules, edited since their import
     gone: frozenset[str] = frozenset()  # the names that the task has deleted
     received: bool = True  # False if the task ended before the names sent with it were bound
-    # If the cell's last value is not in `values`: the value's bytes if the rank keeps the value,
-    # or else 0.  None if the value was sent, is None, or was not wanted.
+    # The size in bytes of the cell's last value, if the rank keeps the value instead of sending it.
+    # 0 if the rank neither sends nor keeps the value.  None if the value was sent, is None, or was
+    # not wanted.
     kept: int | None = None
-    # The kinds of modules, optimizers and tensors, by name; see `nbdist.values.payload`.
+    # By name of a bound variable: whether its value is a module, an optimizer or a tensor, as one
+    # of the numbers `MODULE`, `OPTIMIZER` and so on of `nbdist.values.payload`.
     kinds: Mapping[str, int] = field(default_factory=dict)
     # Names such as `rank`, which each worker defines, and to which the task gave another value.
     covered: frozenset[str] = frozenset()
     unfit: str = ""  # the reason why the agent must kill the process
     dead: tuple[int, ...] = ()  # keys of notebook objects whose counterparts no longer exist here
-    lost: tuple[int, ...] = ()  # keys of such counterparts that this rank had changed
+    lost: tuple[int, ...] = ()  # keys of counterparts that this rank changed before they ended
     gained: tuple[int, ...] = ()  # keys of objects that came from another rank or from a file
     steps: int = 0  # optimizer steps that have begun
     is_in_step: bool = False  # True if the last step has not ended
     incomplete: Incomplete | None = None  # variables that an aborted collective wrote in part
-    # If the task has succeeded: the ranks that do not run the task, but are members of a group in
-    # which the task has called a collective.
+    # If the task has succeeded: ranks that did not run the task, although they are members of a
+    # group in which the task has called a collective.
     outside: tuple[int, ...] = ()
 
     @property
@@ -236,7 +240,7 @@ class Done:
         return self.bound - self.imported.keys()
 
     def __reduce__(self) -> tuple[type[Done], tuple[Any, ...]]:
-        # In a third of the time that the `__getstate__` of a dataclass takes.
+        # Pickling by this method takes a third of the time of a dataclass's own `__getstate__`.
         return Done, _fields_of_done(self)
 
 
@@ -293,8 +297,8 @@ class ItemOutcome(NamedTuple):
     """The outcome of an item of `World.map`: its result, or the exception of the function.
 
     `item` is the index of the item, from 0.  `failure` is None if the function has returned.
-    `values` is a `Payload` of the result, or of the contents of the exception; None if the result
-    could not be sent.
+    `values` is a `Payload` of the result, or of the exception's arguments and attributes; it is
+    None if the result could not be sent.
     """
 
     item: int
@@ -311,7 +315,7 @@ class Typed(NamedTuple):
 class Comm(NamedTuple):
     """A Jupyter comm message between a widget of a rank and its model on the page.
 
-    `id` names the model; only the message that opens the model has a `target`.
+    `id` names the model.  Only the first message, which opens the model, has a `target`.
     """
 
     kind: CommKind
@@ -393,9 +397,10 @@ OF_EACH, OF_VALUE = 100, 32
 """Characters that `size_of` adds for most outputs, and for each number or key of JSON."""
 
 NUMBERS = frozenset((int, float, type(None)))
-"""Types of list items that are counted all at once, since the JSON of a figure has very many.
+"""The types of numbers in JSON; `size_of` counts all numbers in a list at once.
 
-None is a gap in a curve.
+Counting them one by one would be slow, since the JSON of a figure has very many.  None counts as a
+number, since it is a gap in a curve.
 """
 
 
@@ -435,7 +440,8 @@ def _length(value: object) -> int:
                 length += OF_VALUE * len(mapping)
                 waiting.extend(mapping.values())
             case list(values):
-                # A step of the loop for each of a figure's many numbers would be slow.
+                # Count the numbers of a list at once: the loop would be slow for a figure's many
+                # numbers.
                 others = [each for each in values if type(each) not in NUMBERS]
                 length += OF_VALUE * (len(values) - len(others))
                 waiting.extend(others)

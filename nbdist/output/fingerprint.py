@@ -19,9 +19,10 @@ TIME = (
     r"(?:(?<![\w:.])|(?<=\dm))(?:[A-Z]\d{4} |(?:\d{4}[-/]\d\d[-/]\d\d|\d\d[-/]\d\d[-/]\d{4})[ T])?"
     r"\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?(?![\w:])(?: \d+(?= \S+:\d+\]))?"
 )
-"""A time of day as loggers write it, maybe with a date, and with the process id that torch adds.
+"""Matches a time of day as loggers write it, maybe with a date before the time.
 
-A colour code may precede the time: the pattern also allows a digit and `m` right before the time.
+The process id that torch's logger writes behind the time is matched too.  A colour code may be
+right before the time, so a time may follow a digit and the letter `m`.
 """
 
 _TIME = re.compile(TIME)
@@ -43,7 +44,8 @@ _MARK, _PLACEHOLDER, _OF_TIME = "\0", "\0n", "\0t"
 _ERROR_OF_GROUP = re.compile(r"^ *(?:\| *)+[A-Za-z_][\w.]*: .+", re.MULTILINE)
 """A row `    | ValueError: rank 3 has no shard` in the traceback of an exception group."""
 _CELL_LINE = re.compile(r"Cell In\[\d+\], line (\d+)")
-# characters; no placeholders are put into a longer text of an error, since this would take too long
+# The most characters of an error's text in which parts are replaced by placeholders.  A longer text
+# is compared as it is, since the replacement would take too long.
 _MAX_COMPARED = 100_000
 
 
@@ -65,7 +67,7 @@ def may_have_time(text: str) -> bool:
 
 
 def split_times(text: str) -> tuple[list[str], list[str]]:
-    """Return the texts between the times of day, and the times."""
+    """Split a text at its times of day; return the texts between the times, and the times."""
     parts, times, done, match = list[str](), list[str](), 0, _TIME.match
     for part in _PART_OF_TIME.finditer(text):
         inside = part.start()
@@ -89,8 +91,8 @@ def without_times(text: str) -> str:
 class OutputDigests(NamedTuple):
     """Two digests of an output, to compare it with the output of another rank.
 
-    `same` is equal if the outputs differ in nothing except times of day.  `alike` is equal also if
-    they differ in addresses, devices and process ids (`normal`).
+    The `same` digests of two ranks are equal if the outputs differ in nothing except times of day.
+    The `alike` digests are also equal if addresses, devices or process ids differ (`normal`).
     """
 
     alike: bytes
@@ -103,7 +105,8 @@ class Digest:
     __slots__ = ("_hashes",)
 
     def __init__(self) -> None:
-        # The hashes for `OutputDigests.alike` and `OutputDigests.same`, and of the lines' streams.
+        # Three hashes: for `OutputDigests.alike`, for `OutputDigests.same`, and for the streams
+        # that the lines were written to.
         self._hashes = [hashlib.blake2b(digest_size=16) for _ in range(3)]
 
     def add(self, text: str, origins: bytes = b"") -> None:
@@ -141,8 +144,8 @@ def key_of(text: str) -> OutputDigests:
 WITHOUT_REFERENCES = 2
 """The version of marshal's format that writes a repeated object again, instead of a reference.
 
-With references, equal JSON could give different bytes, since its equal parts may or may not be one
-object.
+Equal JSON must give equal bytes.  With references the bytes would also depend on which equal parts
+happen to be the same object.
 """
 
 
@@ -162,9 +165,9 @@ def content_key(data: MimeBundle) -> bytes:
 def error_keys(rank: int, error: RankError | None) -> tuple[str, ...]:
     """Return texts by which errors are compared: two errors are alike if they share a text.
 
-    An exception has two texts: in the second, a placeholder replaces the number of its own rank.
-    So the errors of ranks 3 and 5 are alike if both say "5 shards", but also if rank 3 says
-    "shard 3" and rank 5 says "shard 5".
+    An exception on rank 3 has two texts, and the second has a placeholder instead of the number 3.
+    So the errors of ranks 3 and 5 are alike by the first text if both say "8 shards".  They are
+    alike by the second text if rank 3 says "shard 3" and rank 5 says "shard 5".
     """
     if not isinstance(error, Failure):
         return (f"died {error.exit_code}" if error else "",)
@@ -184,11 +187,11 @@ def cell_line_of(failure: Failure) -> int:
 
 
 def _place(failure: Failure) -> str:
-    """Return the traceback of a failure as `error_keys` compares it.
+    """Return the traceback of a failure, in the form in which `error_keys` compares tracebacks.
 
-    The message at its end is removed, because `error_keys` compares the message by itself; a
-    message longer than `_MAX_COMPARED` stays.  Of a KeyboardInterrupt only the cell's own lines are
-    returned, because Stop interrupts ranks at random places in libraries.
+    The message at the end is removed, because `error_keys` compares messages separately; only a
+    message longer than `_MAX_COMPARED` stays.  For a KeyboardInterrupt, return only the line
+    numbers in cells, because Stop interrupts ranks at random places in libraries.
     """
     text = "\n".join(failure.traceback)
     if failure.name == "KeyboardInterrupt":
@@ -218,7 +221,10 @@ NUMBER = (
 # --- parsing progress bars ---------------------------------------------------------------------
 
 BAR_SIGNS = ("%|", "it/s", "s/it", "━━━━━", "[=====")
-"""Only a text with such a sign is parsed; nearly every bar has a sign, and few other texts do."""
+"""Signs of a progress bar: only a row that has one of these signs is parsed, since parsing is slow.
+
+Nearly every bar has one of the signs, and few other texts have one.
+"""
 
 LONGEST_BAR = 2000
 """The most characters of a row that can be a progress bar."""
@@ -325,9 +331,10 @@ def read_bar(text: str, *, is_edited: bool = False) -> Bar | None:
 def read_row(text: str, *, is_edited: bool) -> Bar | None:
     """Parse a whole row of a terminal as a progress bar; None if the row is no bar.
 
-    A bar that does not have the form of tqdm's bars counts only if its row was overwritten
-    (`is_edited`), since people also print lines that look like bars.  If the row has other text
-    too, that bar counts only if it is finished: text beside a running bar may be printed text.
+    A bar in the form of tqdm's bars counts in any row.  Another bar counts only if its row was
+    overwritten (`is_edited`), since people also print lines that look like bars.  If there is other
+    text in the row, such a bar must also be finished: while a bar runs, the text beside it may be
+    printed text.
     """
     if len(text) > LONGEST_BAR or not any(sign in text for sign in BAR_SIGNS):
         return None
@@ -362,7 +369,10 @@ def is_cut(text: str) -> bool:
 
 
 def _end_of_brackets(text: str, start: int = 0) -> int:
-    """Return the index after the `]` that closes a `[` before `start`; 0 if nothing closes it."""
+    """Return the index behind the `]` that closes a bracket opened before index `start`, or 0.
+
+    Pairs of brackets behind `start` are skipped.  The result is 0 if no `]` closes the bracket.
+    """
     depth = 1
     for bracket in _BRACKET.finditer(text, start):
         depth += 1 if bracket[0] == "[" else -1
@@ -379,7 +389,7 @@ def _match_tqdm(plain: str) -> re.Match[str] | None:
 def _from_tqdm(match: re.Match[str]) -> Bar | None:
     fields = {name: (value or "").strip() for name, value in match.groupdict().items()}
     if fields.get("more") or _end_of_brackets(fields["rest"]):
-        return None  # text was printed behind the bar: an ordinary line
+        return None  # text was printed behind the bar, so the row counts as a line
     total = fields.get("total", "").replace("?", "")
     percent = float(fields["percent"]) / 100 if fields.get("percent") else None
     if "unit" in fields and not total:

@@ -82,7 +82,7 @@ _TALL = "display:flex;flex-direction:column-reverse;max-height:546px;overflow:au
 
 
 def panel_html(shown: Panel) -> str:
-    """Return all parts of a panel as HTML, those of failed ranks first."""
+    """Return a panel as HTML, with the blocks of failed ranks before all other blocks."""
     failed, others = shown.failed_and_others
     parts = [_head(shown), line(dim(shown.waits)), line(dim(shown.spread))]
     parts += [_block(block, shown) for block in failed]
@@ -143,7 +143,8 @@ def _rows(shown: Panel) -> str:
         return ""
     cells = []
     for row in shown.rows:
-        # The words of `row.sameness` are left out: sets in the line show in what the ranks differ.
+        # Leave out `row.sameness`, such as `same except for {…}`: the sets in the line already show
+        # which numbers differ between the ranks.
         text = lines_html([row.line], opens=not shown.is_live)
         ranks = name_ranks(row.ranks)
         style = _VALUE if len(ranks) > _LONGEST_RANKS else f"{_VALUE};white-space:nowrap"
@@ -177,10 +178,10 @@ def _block(block: PanelBlock, shown: Panel, style: str = "") -> str:
 
 
 def _with_last_line(block: PanelBlock) -> tuple[PanelBlock, str]:
-    """Return a block without its first text, and the last line of that text for the title.
+    """Take the first lines out of a block; return the block without them, and the last of them.
 
-    The final layout will close the block.  While the cell runs, the block shows only this line, so
-    that it does not shrink when the cell ends.
+    While a cell runs, a block that will be closed at the end shows only this last line, beside its
+    title.  So the block does not shrink when the cell ends.
     """
     for index, item in enumerate(block.items):
         if isinstance(item, list):
@@ -235,11 +236,11 @@ _FIGURE = "flex:1 1 {}%;max-width:620px;min-width:240px;box-sizing:border-box"
 _OTHER = "flex:0 1 {:.1f}em;min-width:0;box-sizing:border-box"
 _COLUMN_STEP = 4  # characters
 _GAP = 1.2  # em between columns, with some room for rounding
-_EM = 0.62  # em for a character, which most fonts make 0.6 em wide; JupyterLab allows no `ch`
+_EM = 0.62  # the width of a character in em, rounded up; JupyterLab drops the unit `ch`
 
 
 def side_by_side_runs(blocks: Iterable[PanelBlock]) -> Iterator[list[PanelBlock]]:
-    """Yield lists of blocks that are shown side by side; other blocks are each in a list alone."""
+    """Yield lists of blocks: neighbours that can stand side by side, and each other block alone."""
     for side_by_side, run in groupby(blocks, key=is_tile):
         blocks_of_run = [*run]
         yield from [blocks_of_run] if side_by_side else ([block] for block in blocks_of_run)
@@ -248,7 +249,8 @@ def side_by_side_runs(blocks: Iterable[PanelBlock]) -> Iterator[list[PanelBlock]
 def is_tile(block: PanelBlock) -> bool:
     """Return True if a block can be shown beside other blocks.
 
-    The block must be open, and have output that is narrow and low; its ranks must not have failed.
+    The block must be open, and its output must be small, such as a figure or a few short lines.
+    Its ranks must not have failed.
     """
     is_calm = block.is_open and not block.failed and not block.group.has_failed
     return is_calm and bool(block.items) and all(map(_is_narrow, block.items))
@@ -390,8 +392,8 @@ def all_show_widgets(transcript: Transcript) -> bool:
 def figures(transcript: Transcript) -> list[tuple[str, Display]]:
     """Return the images that a panel embeds, each with its ranks.
 
-    A saved notebook has them as outputs of their own, for programs such as converters that do not
-    read the panel.
+    A saved notebook also has the images as separate outputs, for converters and other programs that
+    do not read the panel.
     """
     result = []
     for group in transcript.groups():

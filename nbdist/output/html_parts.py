@@ -44,7 +44,7 @@ _TEXT = (  # `word-break`: without it JupyterLab breaks lines of <pre> in the mi
     f"font-size:13px;line-height:1.4;word-break:normal;{LINES}"
 )
 _LONG, _THREE_ROWS = 600, 230
-"""The characters above which a line is folded, and how many of them are visible then.
+"""A line with more than `_LONG` characters is folded; then `_THREE_ROWS` characters are visible.
 
 The visible part fills three rows of a narrow page.
 """
@@ -174,7 +174,7 @@ def is_figure(data: MimeBundle) -> bool:
 
 
 def is_page_only(data: MimeBundle) -> bool:
-    """Return True if only the page's own renderers can show this content, not a panel.
+    """Return True if only the page, such as JupyterLab, can show this content, and no panel can.
 
     Also return True for HTML that is very long, or that could damage the panel around it.
     """
@@ -239,7 +239,7 @@ def shown_later(text: str, seconds: int) -> str:
 
 @lru_cache(maxsize=256)
 def _is_contained(html: str) -> bool:
-    """Return True for HTML without scripts that closes each tag which needs an end tag.
+    """Return True if the HTML has no scripts, and an end tag for each tag that needs one.
 
     A tag that stays open would change how the page shows the parts of the panel after the display.
     """

@@ -100,9 +100,10 @@ def live_layout(
     use.  `clock` is the time of day, by which people recognize a panel that is no longer drawn.
     `note` is a line at the end of the panel.  `pool` is "" for the default pool.
 
-    If many ranks differ, only failed ranks and ranks that wait for input have blocks; other ranks
-    share rows by their last line.  Blocks of ranks that wait for input come last.  `turn` is the
-    rank to which the input box belongs now; its block is the very last, next to the box.
+    If many ranks differ, only failed ranks and ranks that wait for input have blocks.  All other
+    ranks are in a table, in which ranks with the same last line share a row.  Blocks of ranks that
+    wait for input come last.  `turn` is the rank to which the input box belongs now; the block of
+    this rank is the very last, next to the box.
     """
     bars = bar_table(transcript)
     groups = [
@@ -148,9 +149,9 @@ def _live_blocks(
 ) -> tuple[PanelBlock, ...]:
     """Return a block for each group of a running cell, with the last lines of the group.
 
-    The block of ranks that wait for input has the most lines.  With `is_many`, blocks of other
-    ranks, all of which have failed, have few lines.  Without `is_many`, a block has a single line
-    if the final layout will close the block.
+    A block of ranks that wait for input has the most lines, so that people see what they are asked.
+    If there are too many groups for blocks (`is_many`), the other blocks are of failed ranks and
+    have few lines.  Otherwise, a block has a single line if the final layout will close it.
     """
     blocks, room = [], _OPEN_LINES
     for group in groups:
@@ -199,9 +200,9 @@ def final_layout(
 ) -> Panel:
     """Lay out a cell that has finished, or a cell that still runs, as it is at the time `now`.
 
-    `logs` has the log file of each rank, and `note` is a line at the end of the panel.  If the
-    panel `is_on_page`, the page itself shows displays that a panel cannot embed, below the panel.
-    So blocks with only such displays are left out.  `pool` is "" for the default pool.
+    `logs` has the log file of each rank, and `note` is a line at the end of the panel.  `pool` is
+    "" for the default pool.  If the panel `is_on_page`, the page itself shows displays that a panel
+    cannot embed, below the panel.  A block that would have only displays of this kind is left out.
     """
     logs = logs or {}
     shown = _base_panel(transcript, now, pool)._replace(pace=_pace(transcript), note=note)
@@ -269,10 +270,11 @@ def _is_loop(transcript: Transcript) -> bool:
 def _value_rows(
     groups: Sequence[AlikeRanks], *, is_loop: bool, is_live: bool = False
 ) -> tuple[PanelRow, ...]:
-    """Return a row for each group if every group shows only a short value, and () otherwise.
+    """Return a table with a row for each group, if every group shows only a short value; else ().
 
-    Also return () if there are too many groups.  With `is_loop` (`_is_loop`), printed lines are no
-    short values, only displays are.  With `is_live`, ranks that still run can have a short value.
+    Also return () if there are too many groups.  If the cell is a loop (`is_loop`), a printed line
+    does not count as a short value, but a display does.  If the layout is live (`is_live`), ranks
+    that still run can have a short value.
     """
     if len(groups) > _MAX_VALUES or (is_loop and any(group.line_count for group in groups)):
         return ()
@@ -285,9 +287,9 @@ def _value_rows(
 
 
 def _short_value(group: AlikeRanks, *, is_live: bool) -> ScreenLine | None:
-    """Return the only line of ranks that show nothing else; None if they show more or a long line.
+    """Return the line of a group whose whole output is one short line; None for all other groups.
 
-    The ranks must have succeeded or, with `is_live`, be running; for other ranks return None.
+    The ranks must have succeeded.  In a live layout (`is_live`) they may also still run.
     """
     is_well = group.shown.state == "ok" or (is_live and group.shown.state == "running")
     if not is_well or len(group.shown.visible_pieces) != 1 or group.shown.rows > 1:
@@ -346,8 +348,8 @@ def _failed_first_text(group: AlikeRanks, transcript: Transcript) -> str:
     """Return `failed first` for the group whose error was the first in the cell.
 
     Return "" for other groups, and if no other rank has failed, since the text would say nothing.
-    Also return "" if the error is no cause of other failures: if closed connections or the agent
-    ended the rank's cell, or if Stop came before the error.
+    Also return "" if the error cannot have caused the failures of other ranks: if the cell was
+    ended by closed connections or by the agent, or if Stop came before the error.
     """
     others = [each for each in transcript if each.state in FAILED and each.rank not in group.ranks]
     error = group.shown.error
@@ -408,9 +410,10 @@ def items_of(
 ) -> tuple[PanelItem, ...]:
     """Return the displays and the last `limit` lines of a group, in the order of the output.
 
-    In a finished cell all displays are returned, and `Hidden` items replace lines that are left
-    out.  In a running cell (`is_live`) each display counts as a line, and older outputs are left
-    out, except for the newest figure.  A remark replaces each older figure that is not left out.
+    For a finished cell, all displays are returned, and a `Hidden` item stands for lines that are
+    left out.  For a running cell (`is_live`), each display counts as a line, and what exceeds the
+    limit is left out, except for the newest figure.  A remark replaces each older figure that is
+    within the limit.
 
     With `bars`, rows of progress bars count as lines; the group must be a single rank.
     """
@@ -504,7 +507,7 @@ def _base_panel(transcript: Transcript, now: float | None, pool: str) -> Panel:
 def _error_line(group: AlikeRanks, transcript: Transcript) -> str:
     """Return a group's error as a line; "" if there is none.
 
-    Also return "" for the first exception of the cell, of which the block shows the traceback.
+    Also return "" if the error is the first exception of the cell, since its block has a traceback.
     """
     error = group.error
     if error is None or (group.part == "first" and isinstance(error, Failure)):

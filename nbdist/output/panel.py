@@ -49,15 +49,16 @@ MARKS: dict[DisplayState, str] = {
 TALL_LINES = 30
 """The most lines of a block that are visible without scrolling.
 
-A finished block may have more lines, in a box that scrolls.  A block of a running cell has no more,
-unless its rank waits for input.
+A block of a finished cell may have more lines, in a box that scrolls.  A block of a running cell
+has no more lines, except for ranks that wait for input.
 """
 
 
 class Hidden(NamedTuple):
     """A number of lines that the panel leaves out.
 
-    With `in_log_only`, the notebook's process has not kept the lines, but the log has them.
+    If `in_log_only` is True, only the rank's log file has the lines.  Otherwise the notebook's
+    process has kept them, and a command can show them.
     """
 
     lines: int
@@ -83,7 +84,7 @@ class PanelBlock(NamedTuple):
     log: str | None = None
     is_open: bool = True
     pool: str = ""
-    earlier: int = 0  # lines that a live panel does not show
+    earlier: int = 0  # how many earlier lines a live panel leaves out
     traceback: tuple[TracebackPart, ...] = ()
 
     @property
@@ -124,7 +125,8 @@ class Panel(NamedTuple):
     seconds: str
     states: tuple[tuple[DisplayState, str], ...] = ()  # empty: the panel has only its head
     pace: str = ""  # names the slowest and the fastest rank
-    # The state of each rank, or of each run of ranks in the same state, if there are many ranks.
+    # The state of each rank, or of consecutive ranks in the same state.  Empty if there are few
+    # ranks.
     squares: tuple[tuple[str, DisplayState], ...] = ()
     more_squares: int = 0
     now: str = ""  # which resources the ranks use, and which rank is behind
@@ -142,7 +144,7 @@ class Panel(NamedTuple):
     folded_blocks: tuple[PanelBlock, ...] = ()  # shown when people click on a common title
     silent: tuple[int, ...] = ()  # ranks without output
     pool: str = ""
-    tabs: str = ""  # a unique name if the page shows one block at a time, else ""
+    tabs: str = ""  # if each rank has a tab: a name for the tabs, unique on the page; else ""
 
     @property
     def more_text(self) -> str:
@@ -160,7 +162,8 @@ class Panel(NamedTuple):
     def failed_and_others(self) -> tuple[list[PanelBlock], list[PanelBlock]]:
         """The blocks of failed ranks, and all other blocks.
 
-        With tabs, no block counts as failed, so that all tabs stay in rank order.
+        In a panel with tabs, the first list is empty, so that the tabs of all ranks stay in rank
+        order.
         """
         if self.tabs:
             return [], [*self.blocks]
@@ -196,14 +199,14 @@ _WIDEST, _WIDEST_LIVE, _NARROWEST = 100_000, 400, 40  # characters of a line
 _OF_HEAD, _OF_SQUARE, _OF_BAR, _OF_BLOCK = 4_000, 160, 1_800, 1_000
 # The bytes of the tags around consecutive lines of the same stream.
 _OF_RUN = size(lines_html([ScreenLine("", stderr=False)], opens=False))
-_TRACEBACKS = ((100, 1000), (24, 400), (5, 200), (1, 100))  # rows and their width, the most first
+_TRACEBACKS = ((100, 1000), (24, 400), (5, 200), (1, 100))  # rows and width, tried in this order
 
 
 def limit_size(shown: Panel) -> Panel:
     """Return a panel limited in bytes: long lines are cut, and older output is left out.
 
-    Blocks beyond `_MAX_BLOCKS` are left out.  Each block may use an equal share of the bytes that
-    earlier blocks have left over.
+    Blocks beyond `_MAX_BLOCKS` are left out.  The blocks share the bytes equally, and bytes that a
+    block does not use are shared by the blocks after it.
     """
     budget = (MAX_LIVE_PANEL_BYTES if shown.is_live else MAX_PANEL_BYTES) - _OF_HEAD
     budget -= _OF_SQUARE * len(shown.squares)
@@ -234,7 +237,7 @@ def limit_size(shown: Panel) -> Panel:
 def _limit_block(
     block: PanelBlock, max_bytes: int, figure: int, *, is_live: bool
 ) -> tuple[PanelBlock, int]:
-    """Return a block with as much newest output as `max_bytes` bytes hold, and the block's bytes.
+    """Return a block with only the newest output that fits in `max_bytes`, and the bytes used.
 
     While the cell runs, a figure is shown only if it has at most `figure` bytes.
     """
@@ -283,7 +286,7 @@ def _limit_display(shown: RichDisplay, max_bytes: int, *, is_live: bool) -> tupl
 def _newest_lines(
     lines: list[ScreenLine], max_bytes: int, *, is_live: bool
 ) -> tuple[list[ScreenLine], int]:
-    """Return as many of the last lines as `max_bytes` bytes hold, and their bytes."""
+    """Return the last lines that together fit in `max_bytes`, and the bytes that they need."""
     kept: list[ScreenLine] = []
     used = 0
     for each in reversed(lines):

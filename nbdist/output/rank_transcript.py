@@ -25,14 +25,14 @@ MAX_DISPLAYS = 2_000
 """The most displays of a rank that are kept, even if all of them are small."""
 
 SHOWN = events.Text | events.Display | Skipped | events.Failure | events.Typed
-"""The outputs before which a pending `clear_output(wait=True)` takes effect."""
+"""The first of these outputs after `clear_output(wait=True)` removes all older output."""
 
 RunState = Literal["waiting", "running", "ok", "failed", "died", "aborted"]
 DisplayState: TypeAlias = RunState | Literal["released", "stopped"]
 """The state of a rank as a panel names it.
 
-A rank is "released" if the failure of another rank has ended its cell, and "stopped" if Stop has.
-Such a rank is not called "failed", since it had no error of its own.
+A rank is "released" if the failure of another rank has ended its cell, and "stopped" if Stop has
+ended its cell.  These ranks are not called "failed", since they had no error of their own.
 """
 
 FINAL_STATES: frozenset[RunState] = frozenset({"ok", "failed", "died", "aborted"})
@@ -90,7 +90,10 @@ TranscriptEntry: TypeAlias = ScreenLine | RichDisplay | Skipped
 
 
 class RankTranscript:
-    """The output of one rank in one cell, as a list of pieces in the order of their arrival."""
+    """The output of one rank in one cell, as a list of pieces in the order of their arrival.
+
+    A piece is a `Screen` with printed text, a display, or a `Skipped` for output that was dropped.
+    """
 
     def __init__(self, rank: int, keep_lines: int, most_shown: int = SHOWN_AT_MOST) -> None:
         """Create a transcript that keeps a limited amount of the newest output.
@@ -118,7 +121,7 @@ class RankTranscript:
 
     @property
     def error(self) -> events.RankError | None:
-        """The rank's failure, or its process's death if that was earlier; None without an error."""
+        """The earlier of the rank's exception and its process's death; None if there is neither."""
         if self.failure is None or self.died is None:
             return self.failure or self.died
         return self.failure if self.failure.time_ns <= self.died.time_ns else self.died
@@ -167,7 +170,7 @@ class RankTranscript:
 
     @property
     def visible_pieces(self) -> list[OutputPiece]:
-        """The pieces, except for screens without a line, such as one with only a progress bar.
+        """The pieces without screens that show no line, such as a screen with only a progress bar.
 
         Ranks whose output is alike (see `body`) have the same number of visible pieces.
         """
@@ -175,7 +178,7 @@ class RankTranscript:
 
     @property
     def bars(self) -> list[Bar]:
-        """The rank's progress bars in their last states, the first bar first.
+        """The rank's progress bars in their last states, the topmost bar first.
 
         A bar that a program draws again below a display is on two screens, and counts once.
         """
@@ -205,7 +208,7 @@ class RankTranscript:
 
     @property
     def body(self) -> OutputDigests:
-        """The digests by which the rank's lines and displays are compared with other ranks'.
+        """The digests by which the lines and displays of two ranks are compared.
 
         Errors are not included: `error_keys` compares errors.
         """
@@ -379,9 +382,9 @@ class RankTranscript:
         return max(events.size_of(display), self._most_shown // MAX_DISPLAYS)
 
     def _leave_out(self, at: int, number: int) -> None:
-        """Count `number` further dropped displays, and update the note on how many were dropped.
+        """Count `number` more dropped displays, and write the new count in the note for the user.
 
-        The note moves to index `at` in the pieces.
+        The note is a display in `pieces`.  It moves to index `at`, where the dropped displays were.
         """
         self._left_out += number
         note = events.Display({"text/plain": left_out_text(self._left_out)}, {})

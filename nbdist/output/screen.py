@@ -31,8 +31,9 @@ MAX_LINE_LENGTH = 16_000_000
 KEEP_CHARACTERS = 48_000_000
 _LONGEST_ESCAPE = 4096
 _LONGEST_JUMP = 10_000
-# The newest rows often change, as those of nested progress bars do, so the digest of this many rows
-# is not stored.  If a program changes an older row, the digest of all kept rows is computed again.
+# The stored digest leaves out this many of the newest rows, since they often change, for example if
+# they have nested progress bars.  If a program changes an older row, the digest of all kept rows is
+# computed again.
 _UNSETTLED = 64
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
@@ -94,7 +95,7 @@ class _OpenRow:
         return self._characters.getvalue()
 
     def cut_start(self, column: int) -> None:
-        """Erase the characters before `column`, and move the others to the start."""
+        """Erase the characters before `column`, and move the rest of the row to the start."""
         text, styles = self.plain[column:], self._styles and self._styles[column:]
         self.cut(0)
         self.put(0, text, PLAIN)
@@ -126,8 +127,9 @@ class _OpenRow:
 class Screen:
     """The lines and progress bars that a terminal would show after the text given to `write`.
 
-    Rows are numbered from the first row ever written.  At most `keep_lines` rows can be read.
-    `changed_from` is the topmost row that was written to since the reader last set `changed_from`.
+    Rows are numbered from the first row ever written.  At most `keep_lines` rows can be read.  A
+    reader sets `changed_from` to the row of the cursor; if a program then writes to a row above,
+    `changed_from` becomes the topmost of these rows.
     """
 
     def __init__(self, keep_lines: int = 10_000) -> None:
@@ -301,8 +303,9 @@ class Screen:
     def key(self) -> OutputDigests:
         """The digests by which the lines of this screen are compared with other screens.
 
-        Dropped lines count too, unless a program has moved the cursor up over many rows: the
-        digests are then computed again, from the lines that are still kept (`_move_to`).
+        Lines that the screen has dropped count too.  There is one exception: if a program has moved
+        the cursor up over many rows, the digests are computed again, from the lines that are still
+        kept.
         """
         end = self.end
         self._settle(min(self.cursor, end - _UNSETTLED))
@@ -382,7 +385,7 @@ class Screen:
         return "\x1b" in text and not _CONTROL.search(SGR.sub("", text))
 
     def _append(self, text: str, flag: int) -> None:
-        """Append a text without codes other than colours, while the cursor is at the screen's end.
+        """Append a text whose only codes are colours, while the cursor is at the end of the screen.
 
         Whole lines are appended at once, which is much faster than `_write_tokens`.
         """
@@ -401,7 +404,8 @@ class Screen:
                     if bar := read_row(line, is_edited=False):
                         self._bars.put(row, bar)
             self._rows[-1:] = [*lines, ""]
-            # An empty line belongs to no stream, as if `_write_tokens` had written its newline.
+            # An empty line counts as written by neither stream, which is how `_write_tokens`
+            # records it too.
             origins = bytes(flag if strip(line) else 0 for line in lines) if flag else b""
             self._flags[-1:] = (origins or bytes(len(lines))) + b"\0"
             self._row = len(self._rows) - 1
@@ -470,7 +474,7 @@ class Screen:
             row.cut(0)
             self._column, self._flags[self._row] = 0, 0
         elif has_come and self._column and not row.plain.strip():
-            row.cut(0)  # start at column 0: the cursor came up from the end of a bar in a lower row
+            row.cut(0)  # go to column 0: the cursor came up from the end of a bar in a lower row
             self._column, self._flags[self._row] = 0, 0
         elif text.isspace() and not self._column and self._is_redrawing:
             if bar := self._bar_at_cursor():

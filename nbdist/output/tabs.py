@@ -30,9 +30,9 @@ _LIVE_LINES = 24
 def live_by_rank(shown: Panel, transcript: Transcript, turn: int | None = None) -> Panel:
     """Return the panel of a running cell with a block for each rank that has output.
 
-    The blocks of ranks that wait for input come last.  The very last block is that of the rank that
-    the input box asks for now (`turn`), so that the block is next to the box.  With more than
-    `MANY_RANKS` ranks the panel is returned as it is.
+    The blocks of ranks that wait for input come last.  `turn` is the rank to which the input box
+    belongs now; the block of this rank is the very last, next to the box.  With more than
+    `MANY_RANKS` ranks, return the panel unchanged.
     """
     if len(transcript.ranks) > MANY_RANKS:
         return shown

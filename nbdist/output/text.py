@@ -60,7 +60,7 @@ def curves_lines(curves: Curves, *, is_live: bool = False) -> list[str]:
 
 
 def failures_text(shown: Panel, *, colours: bool) -> Iterator[str]:
-    """Yield the errors of a cell, each below a header with all ranks that failed in that way."""
+    """Yield the errors of a cell, each below a header that names all ranks with this error."""
     by_error: dict[tuple[str, ...], list[PanelBlock]] = {}
     for block in (*shown.blocks, *shown.folded_blocks):
         if block.group.has_failed:
@@ -121,7 +121,7 @@ def _body(shown: Panel) -> Iterator[str]:
         bars = [clip(row, _LIVE_WIDTH) if shown.is_live else row for row in bars_text(shown.bars)]
         parts.insert(len(failed), [_header(shown.bars.ranks, "bars"), *bars])
     yield from chain.from_iterable(parts)
-    for row in shown.rows:  # the rows of ranks without a block, or with a few lines more
+    for row in shown.rows:  # for ranks without a block, or a few lines ahead of their block
         yield _header(row.ranks, row.sameness)
         yield strip(row.line.text)
     if shown.silent:
@@ -197,7 +197,7 @@ class _Rank:
     """
 
     screen: Screen | None = None
-    queued_to: int = 0  # the row of the screen before which all lines are queued
+    queued_to: int = 0  # lines above this row of the screen are already queued
     bars: list[Bar] = field(default_factory=list)  # the bars of earlier screens (`end_screen`)
     queue: deque[tuple[float, str]] = field(default_factory=deque)
     waiting: Counter[str] = field(default_factory=Counter)  # how often each text is in the queue
@@ -209,7 +209,8 @@ class _Rank:
                 screen = self.screen = Screen(_KEEP) if self.screen is None else self.screen
                 for start in range(0, len(text), _SLICE_LENGTH):
                     screen.write(stream, text[start : start + _SLICE_LENGTH])
-                    # Nested bars move the cursor up, and may write to rows that were queued.
+                    # Nested bars move the cursor up.  If a program writes to a row that was already
+                    # queued, the row is queued again.
                     self.queued_to = min(self.queued_to, screen.changed_from)
                     screen.changed_from = screen.cursor
                     self._queue_lines(screen, screen.cursor, now)
@@ -243,7 +244,7 @@ class _Rank:
         self.queued_to = max(self.queued_to, stop)
 
     def _queue_texts(self, texts: Iterable[str], now: float) -> None:
-        """Queue each text as a whole, so that the lines of a text, as of a table, stay together."""
+        """Queue each text as a whole, so that lines of one text, such as a table, stay together."""
         for text in texts:
             self.queue.append((now, text))
             self.waiting[text] += 1

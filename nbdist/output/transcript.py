@@ -39,24 +39,25 @@ from nbdist.output.wording import error_text, fold_ranks
 from nbdist.words import name_ranks
 
 SHOWN_OF_ALL, SHOWN_AT_LEAST = 256 << 20, 4 << 20
-"""The most characters of displays that all ranks together keep, and that each rank may always keep.
+"""Limits on the characters of displays that are kept, for all ranks together and for each rank.
 
-With very many ranks, all ranks together may keep more than `SHOWN_OF_ALL`.
+The ranks share `SHOWN_OF_ALL` equally, but each rank may always keep `SHOWN_AT_LEAST`.  So very
+many ranks may together keep more than `SHOWN_OF_ALL`.
 """
 
 MAX_WARNINGS = 4
 
 MAX_EXACT_ROWS = 16
-"""Ranks with different numbers are not merged if a cell has at most this many lines and displays.
+"""If a cell shows at most this many lines and displays, ranks with different numbers stay apart.
 
-The lines and displays of each group count once: see `Transcript.groups`.
+Equal lines and displays of several ranks count once: see `Transcript.groups`.
 """
 
 MAX_NUMBERED_LINES, MAX_NUMBERED_LINES_OF_ALL = 200, 6_000
-"""Outputs that differ in numbers are merged only if a rank has at most this many lines.
+"""Ranks whose outputs differ in numbers are merged only if they have at most this many lines.
 
-The limit is `MAX_NUMBERED_LINES`, or, if that is more, a rank's equal share of
-`MAX_NUMBERED_LINES_OF_ALL`.
+The limit is `MAX_NUMBERED_LINES` for each rank.  If there are few ranks, it is higher: an equal
+share of `MAX_NUMBERED_LINES_OF_ALL`.
 """
 
 
@@ -129,7 +130,7 @@ class Transcript:
     def elapsed(self, now: float | None = None) -> float:
         """Return the seconds from the start of the cell to its end, or to `now` while ranks run.
 
-        If ranks run and `now` is None, the seconds end when the last rank so far has finished.
+        If ranks run and `now` is None, return the seconds until the last time that a rank finished.
         """
         if self.started is None:
             return 0.0
@@ -311,7 +312,7 @@ class AlikeRanks(NamedTuple):
 
     @property
     def pieces(self) -> list[tuple[OutputPiece, ...]]:
-        """The pieces of the members' output; each tuple has the same piece of every member."""
+        """The pieces of output, as tuples with the matching pieces of all members."""
         return [*zip(*(each.visible_pieces for each in self.members), strict=True)]
 
     @property
@@ -356,11 +357,11 @@ def _group_of(
     *,
     is_exact: bool,
 ) -> AlikeRanks:
-    """Return a group of `members`; `first` is the rank of `Transcript.root_cause`.
+    """Return a group of `members`, with the state and the error that the panel shows for them.
 
-    `first` is None if there is no such rank.  `alike` are the ranks with an error like the error of
-    `first`.  If the group `is_exact`, the lines that all members have printed differ at most in
-    times of day.
+    `first` is the rank that failed first in the cell (`Transcript.root_cause`), or None.  `alike`
+    has the ranks whose error is like the error of `first`.  If `is_exact`, the lines that all
+    members have printed differ at most in times of day.
     """
     # The group is shown in the state of the member that failed first in the cell.  Without such a
     # member, the group is shown as running as long as any member runs.
@@ -373,7 +374,8 @@ def _group_of(
     error = fold_errors([error for each in members if (error := each.error)])
     likeness: Likeness = "same except for {…}"
     if error is None and shown.error is not None:
-        # The key begins with lines of the cell, or with a newline if a script was stopped.
+        # Stop has interrupted the members in different places.  The first error key begins with
+        # lines of the cell, or with a newline if no line of a cell is known, as in a script.
         has_line = not shown.error_keys[0].startswith("\n")
         likeness, error = "stopped in the same line" if has_line else "stopped", shown.error
     elif len({error_content(each.error) for each in members}) == 1 and (
@@ -401,7 +403,10 @@ def _differ_in_times(members: Sequence[RankTranscript]) -> bool:
 
 
 _LONGEST_KNOWN, _LONGEST_WITH_SETS = 400, 2_000
-"""The most characters of a line that `_split_numbers` caches, and of a text display with sets."""
+"""Limits on characters: of a line that `_split_numbers` caches, and of a text display with sets.
+
+Ranks are not merged if longer text displays differ in numbers.
+"""
 
 _MAX_DIFFERING_NUMBERS, _LAST_COMPARED = 4, 200
 """The most numbers that may differ in a merged line, and how many of the last lines are checked."""
@@ -486,14 +491,14 @@ def _merge_those_ahead(
 ) -> list[list[RankTranscript]]:
     """Merge each group with a group that has the same output and a few more lines.
 
-    Groups with more than `max_lines` lines and displays are not merged.  If `is_exact`, lines count
-    as the same if they differ at most in times of day, and otherwise if they differ only in
-    numbers.  If there are many groups, merge none.
+    Lines count as the same if they differ only in numbers or, with `is_exact`, only in times of
+    day.  Groups with more than `max_lines` lines and displays are not merged.  If there are many
+    groups, none are merged.
     """
     if not 1 < len(members) <= MAX_EXACT_ROWS:
         return [*members]
     joined: list[list[RankTranscript]] = []
-    extents: list[tuple[int, _Words | None]] = []  # by group: its fewest lines, its longest output
+    extents: list[tuple[int, _Words | None]] = []  # each group's fewest lines and longest output
     for each in sorted(members, key=lambda group: group[0].line_count):
         words = _words(each[0], max_lines, is_exact=is_exact)
         for index, (fewest, longest) in enumerate(extents):
@@ -515,8 +520,8 @@ def _merge_those_ahead(
 def _continues(words: _Words, longer: _Words) -> bool:
     """Return True if `longer` is the output `words` with more lines at its end.
 
-    Return False if the ranks have ended in different ways, or if a display is among the additional
-    output or right before it.
+    Return False if the ranks have ended in different ways.  Also return False if one of the
+    additional entries, or the entry right before them, is a display.
     """
     end, texts = words
     count = len(texts)
@@ -612,9 +617,9 @@ def fold_shown(shown: Sequence[RichDisplay]) -> RichDisplay:
 
 
 def fold_tail(pieces: Sequence[OutputPiece], count: int) -> list[ScreenLine]:
-    """Return the last `count` lines that all screens of these alike ranks have, each line merged.
+    """Return the last `count` lines that the screens of all alike ranks have, each line merged.
 
-    Lines at the end of a screen that are not on all screens are left out.
+    If some ranks are a few lines ahead of other ranks, their additional lines are left out.
     """
     screens = [piece for piece in pieces if isinstance(piece, Screen)]
     common = min(screen.line_count for screen in screens)
@@ -628,10 +633,10 @@ def fold_tail(pieces: Sequence[OutputPiece], count: int) -> list[ScreenLine]:
 
 
 def fold_errors(errors: Sequence[RankError]) -> RankError | None:
-    """Return one exception for those of several ranks, with sets instead of different numbers.
+    """Merge the exceptions of several ranks to one, with sets in place of different numbers.
 
-    Return None if the exceptions differ in more than numbers, addresses and times.  If the process
-    of a rank has died, return the first error instead; without errors return None.
+    Return None if the exceptions differ in more than numbers, addresses and times, or if there are
+    no errors.  If the process of any rank has died, return the first error unchanged.
     """
     failures = [error for error in errors if isinstance(error, Failure)]
     if not failures or len(failures) < len(errors):
@@ -678,7 +683,7 @@ def _alike_keys(error: RankError | None, keys: Collection[str]) -> frozenset[str
     """Return texts by which errors are compared: two errors are alike if they share a text.
 
     The deaths of two processes are alike only if their exit codes are equal, and also the reasons
-    if the agent has killed the processes.
+    why the agent killed them (`Died.why`), if it did.
     """
     why = error.why if isinstance(error, Died) else ""
     return frozenset(f"{key} {why}" for key in keys)
@@ -757,7 +762,7 @@ NumbersByLine: TypeAlias = tuple[tuple[str, ...], ...]
 
 
 def unlike_most(groups: Sequence[AlikeRanks]) -> frozenset[int]:
-    """Return the first rank of each group whose short output has other words than most ranks have.
+    """Return the first rank of each group whose short output has other words than most outputs.
 
     Return no ranks if no output is shared by more than half of the ranks, or if too many groups
     differ from the shared output.
@@ -792,7 +797,8 @@ def spread(transcript: Transcript) -> str:
         rank: numbers for rank, (words, numbers) in short_outputs.items() if words == usual_words
     }
     curves = {_DIVIDER.sub("_", name).casefold() for name in transcript.curves.by_name}
-    # If a name is in several lines, only the last line counts: in a training, the newest number.
+    # If several lines have the same name, only the last line counts.  In a training it has the
+    # newest number.
     texts_by_name = {}
     for name, text in _spreads(usual_words, same):
         plain = _DIVIDER.sub("_", name).casefold()
@@ -806,10 +812,11 @@ def spread(transcript: Transcript) -> str:
 
 
 def _spreads(words: TextsByLine, numbers: dict[int, NumbersByLine]) -> Iterator[tuple[str, str]]:
-    """Yield each name before a number, and the range of the number over the ranks.
+    """Yield the name of each printed number, and the range of the number over the ranks.
 
-    The range is "" if all ranks have the same number, or if each rank has printed its own rank.  A
-    name has two words, such as `train loss`, if its last word alone names several numbers.
+    In `loss 2.3` the name is `loss`.  The range is a text such as `2.23 (rank 7) to 2.3 (rank 0)`.
+    It is "" if all ranks have the same number, or if each rank has printed its own rank.  A name
+    has two words, such as `train loss`, if several numbers have the name `loss`.
     """
     labels = {
         (line, place): label

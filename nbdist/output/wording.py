@@ -172,7 +172,7 @@ def split_traceback(text: str) -> list[TracebackPart]:
         is_last = after is None or _NEXT_ERROR.match(strip(after[0]))
         head = "" if is_last else strip(frame[0])
         match = _LIBRARY.search(head) if _FRAME.match(head) else None
-        kinds.append(match["name"] if match else "")  # "": code of the user, or a last call
+        kinds.append(match["name"] if match else "")  # "" for the user's code, and for a last call
     parts = []
     for in_library, run in groupby(zip(frames, kinds, strict=True), key=lambda pair: bool(pair[1])):
         pairs = [*run]
