@@ -25,9 +25,9 @@ script_names: set[str] = set()
 """The names that the running script binds.  A spawned child has them too: it imports the script."""
 
 _marks: weakref.WeakKeyDictionary[types.FunctionType, str] = weakref.WeakKeyDictionary()
-"""The mark of each function: a text by which the worker and its children identify the function.
+"""The mark of each function: a random text by which other processes recognize the function.
 
-The mark of a class is cloudpickle's tracker id."""
+The mark of a class is the id by which cloudpickle recognizes the class."""
 
 _marked: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 """By mark: the worker's own functions and classes.  A forked child inherits the table."""
@@ -86,10 +86,11 @@ def _is_definition(value: Any) -> bool:
 
 
 def _is_found_by_name(value: Any) -> bool:
-    """Return True if the receiver has a function or class under its qualified name in `__main__`.
+    """Return True if a function or class can be pickled as its qualified name in `__main__`.
 
-    The name must lead to the function or class in this process.  The receiver has the same name if
-    it is the parent of this process, or if the running script binds the name (`script_names`).
+    The name must lead to `value` in this process, and the receiver must have the name, too.  A
+    parent process is assumed to have the name.  Any other receiver has the name only if the running
+    script binds it (`script_names`).
     """
     first, *others = value.__qualname__.split(".")
     is_sent_to_parent = parent_process() is not None and get_spawning_popen() is None

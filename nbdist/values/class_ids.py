@@ -24,8 +24,8 @@ def name_classes(names: Mapping[str, Any], task_id: str) -> None:
 
     A receiver of pickles recognizes a class by its id.  `names` has the variables that the task
     has bound.  A class that already has an id, because it came from the notebook or was pickled
-    before, keeps that id.  If the code or plain values of a class differ between ranks, its ids
-    differ, too; of a very big class, only the first 10,000 values are compared.
+    before, keeps that id.  If the code or plain values of a class differ between two ranks, the
+    ranks get different ids.  Only the first 10,000 values of a class are compared.
     """
     for name, kind in _classes_in(names, ""):
         if kind in by_value._DYNAMIC_CLASS_TRACKER_BY_CLASS:
@@ -36,11 +36,11 @@ def name_classes(names: Mapping[str, Any], task_id: str) -> None:
 
 
 def _classes_in(names: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, type]]:
-    """Yield (name, class) for the classes of `__main__` in `names`, and for classes inside them.
+    """Yield (name, class) for the classes of `__main__` in `names`, and for their inner classes.
 
-    `prefix` is "" if `names` are variables.  If `names` are the attributes of a class, `prefix` is
-    the name of that class and a dot.  A class with several variables is yielded with each of them,
-    first with the variable that has the name of the class.
+    `names` has variables, or the attributes of a class.  For attributes, `prefix` is the name of
+    their class and a dot, such as `Model.`; for variables, `prefix` is "".  If several variables
+    refer to the same class, the variable that has the name of the class comes first.
     """
     classes = [
         (prefix + name, value)

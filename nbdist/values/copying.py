@@ -23,14 +23,14 @@ def copy_into(
 ) -> tuple[dict[int, Any], set[str]]:
     """Copy new values into old values in place, part by part, so that the old objects stay in use.
 
-    `variables` has by name the pair (old value, new value) of each variable; `others` has further
-    pairs.  In each value of `tops`, parts that are new objects are replaced by the old objects into
-    which they were copied.
+    `variables` has the old and the new value of each variable, by its name.  `others` has further
+    pairs of an old and a new object.  `tops` are new values: each of their parts that was copied
+    into an old object is replaced by the old object.
 
     Return two results.  The first has, by the id of each new object, the object that is used in its
-    place.  The second has the names of variables whose old values could not be changed, for example
-    because a tensor has another shape.  It also has the variables that share a tensor or module
-    with these; their old values were not changed either.
+    place.  The second has the names of variables whose old values were not changed.  Either the
+    change is impossible, for example because a tensor has another shape, or the new value shares a
+    tensor or module with the new value of another variable that could not be changed.
     """
     failed, kept = set[str](), set[int]()
     while True:
@@ -150,9 +150,9 @@ class _Copying:
         return ids
 
     def copy(self, tops: Iterable[Any]) -> None:
-        """Give old objects the contents of the new objects with which `match` has paired them.
+        """Copy the contents of new objects into the old objects with which `match` has paired them.
 
-        If new objects are parts of the values `tops`, replace these parts by the old objects.
+        Also put, in the new values `tops`, the old object in the place of each copied part.
         """
         for old, new in [*self._pairs]:
             if old is not new:

@@ -47,9 +47,9 @@ _names_of_code: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = (
 
 
 REFERENCE_LENGTH = 2
-"""The number of items in cloudpickle's reduction of a built-in class such as `type(None)`.
+"""The length of the tuple to which cloudpickle reduces a built-in class such as `type(None)`.
 
-The reduction of a class that is sent by value has more items, among them a state.
+A longer tuple means that cloudpickle sends the class itself, with its attributes.
 """
 
 DETAILS = (
@@ -99,7 +99,7 @@ def set_annotations(kind: type, attributes: dict[str, Any]) -> None:
 
 
 def class_attributes(state: Any) -> dict[str, Any]:
-    """Return a class's attributes, the first item of the state with which cloudpickle sends it."""
+    """Return the attributes of a class from the `state` with which cloudpickle sends the class."""
     attributes: dict[str, Any] = state[0]
     return attributes
 
@@ -115,9 +115,9 @@ class MadeBy:
 
 
 class Variable:
-    """Is pickled in place of a variable that closures capture, a `cell` object of Python.
+    """Is pickled in place of a `cell`, the object in which Python keeps a captured variable.
 
-    Closures that share a variable here have the same `Variable`, and so share one in the receiver.
+    Closures with the same cell get the same `Variable`, so they share a cell in the receiver, too.
     """
 
     def __init__(self, cell: types.CellType) -> None:
@@ -163,8 +163,8 @@ def global_names(code: types.CodeType) -> frozenset[str]:
         return cached
     used, stored = set(), {"__name__"}
     bytecode = dis.Bytecode(code)
-    # A name counts as stored only if its STORE_NAME comes before any jump and outside of `try`: a
-    # later STORE_NAME may not run.
+    # A name counts as stored only if its STORE_NAME surely runs, because it comes before the first
+    # jump and the first `try`.
     straight = min((each.start for each in bytecode.exception_entries), default=sys.maxsize)  # type: ignore[attr-defined]  # in no stub
     for instruction in bytecode:
         name = instruction.argval
@@ -198,7 +198,7 @@ def imported_submodules(
     modules = (each for each in used if isinstance(each, types.ModuleType))
     paths = [each.__name__ for each in modules if hasattr(each, "__path__")]
     submodules = []
-    for path in paths:  # grows: a submodule can be a package
+    for path in paths:  # the loop adds paths, because a submodule can be a package, too
         for name in function.__code__.co_names:
             if (module := sys.modules.get(f"{path}.{name}")) is not None:
                 submodules.append(module)
@@ -209,16 +209,17 @@ def imported_submodules(
 def pop_slots(kind: type, state: dict[str, Any]) -> tuple[str, ...] | None:
     """Return the slots that a class itself defines; None if the class has no `__slots__`.
 
-    None also for a `NamedTuple`, whose class is always made with empty slots.  `state` has the
-    attributes of the class that will be pickled.  The descriptors that Python made for the slots
-    are removed from it, as they cannot be pickled; the receiver's Python makes them again.
+    Return None also for a `NamedTuple`, because Python gives its class empty slots in any case.
+    `state` has the attributes of the class that will be pickled.  This function removes from
+    `state` the descriptors that Python has made for the slots.  Descriptors cannot be pickled, and
+    the receiver's Python makes them again.
     """
     if "__slots__" not in kind.__dict__ or NamedTuple in kind.__dict__.get("__orig_bases__", ()):
         return None
     body = kind.__dict__.items()
     slots = [(name, value) for name, value in body if isinstance(value, types.MemberDescriptorType)]
     members = [name for name, value in slots if value.__objclass__ is kind]
-    for name in members:  # cloudpickle does not remove mangled names, of slots like `__x`
+    for name in members:  # cloudpickle leaves slots such as `__x`, whose names Python mangles
         state.pop(name, None)
     made = {name for name, value in body if isinstance(value, types.GetSetDescriptorType)}
     return (*members, *sorted(made & _SPECIAL_SLOTS))
@@ -268,10 +269,11 @@ def is_importable(value: Any) -> bool:
 
 
 def other_name(kind: type) -> str | None:
-    """Return the name under which a class is in its module, if that is not its `__qualname__`.
+    """Return the name of a class in its module, if that is not the class's `__qualname__`.
 
-    None if `__qualname__` leads to the class, if the class was made in `__main__` or in a function,
-    or if its module has no name for it.
+    For example, `Point = namedtuple('P', 'x y')` is found under the name Point.  Return None if
+    the `__qualname__` leads to the class, if the class was made in `__main__` or in a function, or
+    if its module has no name for the class.
     """
     module = sys.modules.get(kind.__module__)
     # A class made in a function may have a name in its module only in this process, since the

@@ -34,7 +34,7 @@ def digest_bytes(data: Any) -> str:
 
 
 def digest_pieces(pieces: Iterable[Any]) -> str:
-    """Return the XXH3-128 of the pieces put together; uses no further threads."""
+    """Return the XXH3-128 digest of the pieces, as one sequence of bytes, without threads."""
     digest = xxhash.xxh3_128()
     for each in pieces:
         digest.update(each)

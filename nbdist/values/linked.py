@@ -36,9 +36,10 @@ from nbdist.values.tensors import Reduced, TensorReducer, set_attributes
 from nbdist.values.updates import ObjectUpdate
 
 READ_FROM = 1 << 20
-"""Pickles of this many bytes or more are read by functions in Python, which Stop can interrupt.
+"""A pickle of so many bytes or more is read by functions in Python, so that Stop can interrupt.
 
-The C code of pickle would first read all bytes.  Smaller pickles take only some 10 ms.
+The C code of pickle would read all bytes before Stop takes effect.  Smaller pickles take only some
+10 ms.
 """
 
 
@@ -55,8 +56,8 @@ class ReceivedMessage(NamedTuple):
 
     values: dict[str, Any]  # by the name of the variable
     updates: list[ObjectUpdate]
-    objects: list[tuple[int, str, Any]]  # new objects: key, tool, object
-    blocks: list[tuple[int, str, Any]]  # new memory: key, digest, array or storage
+    objects: list[tuple[int, str, Any]]  # new objects: key, tool such as "dict", object
+    blocks: list[tuple[int, str, Any]]  # new memory blocks: key, digest, array or storage
 
 
 _DEFINED = (types.FunctionType, type, definitions.Import)
@@ -82,7 +83,7 @@ class CannotRebuild(Exception):
 
 
 def reducer_for(namespace: dict[str, Any]) -> Reducer:
-    """Return a `Reducer`, by which a `Scan` reads the states of objects.
+    """Return the functions by which a `Scan` learns how objects would be pickled.
 
     `namespace` is the `__main__` of this process.
     """
@@ -106,11 +107,13 @@ def reducer_for(namespace: dict[str, Any]) -> Reducer:
 
 
 class _Known:
-    """The keys of objects that the receiver has, and of their stand-ins, by the id of each.
+    """Finds out which objects the receiver has, so that only their keys are pickled.
 
-    `sent` has the keys of the objects that the receiver has.  A *stand-in* is pickled in place of
-    an object.  Pickling runs users' code and may collect garbage.  So an object may end meanwhile,
-    and Python may give its id to a new object; for such an object `key_of` returns None.
+    `sent` has the keys of the objects that the receiver has.  A *stand-in* is an object that is
+    pickled in place of another object, whose key the stand-in gets, too.
+
+    Objects are found by their ids.  But an object may end while users' code runs during pickling,
+    and Python may give its id to a new object.  For the new object, `key_of` returns None.
     """
 
     def __init__(self, links: Links, sent: Collection[int]) -> None:
@@ -240,9 +243,9 @@ class _Memory(TensorReducer):
 
 
 def _keep_owner(view: memoryview, owner: Any) -> Any:
-    """Let the ctypes array behind a view keep `owner` alive, and return the array."""
+    """Return the ctypes array to which a view belongs, and let the array keep `owner` alive."""
     made: Any = view.obj
-    made.owner = owner  # a ctypes array takes attributes
+    made.owner = owner  # a ctypes array can have new attributes, and a memoryview cannot
     return made
 
 
@@ -276,7 +279,7 @@ class _LinkedPickler(Pickler):
 
     def reducer_override(self, value: Any) -> Reduced:
         """Return how an object is pickled; pickle calls this for all but objects of basic types."""
-        if type(value) is OrderedDict:  # saves time, because each torch module has several
+        if type(value) is OrderedDict:  # avoids slow checks, since torch modules have many
             return NotImplemented
         if is_plain_array(value):
             entry = self.memory.links.by_id.get(id(value))
@@ -518,7 +521,7 @@ def array_on(
     """
     import numpy as np
 
-    if not isinstance(root, np.ndarray):  # the storage of a tensor on this rank
+    if not isinstance(root, np.ndarray):  # `root` is the storage of a tensor on this rank
         root = bytes_of_storage(root)
     array = np.ndarray(shape, dtype, root, offset, strides)
     array = array if kind is np.ndarray else array.view(kind)
@@ -527,7 +530,7 @@ def array_on(
 
 
 def set_own_attributes(value: Any, attributes: dict[str, Any]) -> None:
-    """Set the attributes of an array whose class is a user's."""
+    """Set attributes of a numpy array whose class is defined in `__main__`."""
     value.__dict__.update(attributes)
 
 

@@ -21,9 +21,11 @@ from typing import Any
 from nbdist.values.memory import memory_at
 
 MAX_WHOLE_BYTES = 64 << 20
-"""If a view of memory up to this size is sent, all of the memory is sent, so that later views of it
-share the memory on the ranks too.  If the memory is bigger, and the view spans less than half of
-it, only the bytes of the view are sent.  Scattered views (`is_scattered`) are copied instead."""
+"""Memory with at most so many bytes is sent as a whole, even for a view of a part of it.
+
+So other views of the memory that are sent later share memory on the ranks, too.  Of bigger memory,
+only the bytes that the view spans are sent if they are less than half.  A view whose elements lie
+far apart (`is_scattered`) is copied instead."""
 
 
 ALIGNMENT = 64
@@ -32,7 +34,8 @@ ALIGNMENT = 64
 class _WeakEntry(weakref.ref):  # type: ignore[type-arg]
     """A weak reference to an object with a key.
 
-    `tool`, such as "dict" or "tensor", names the way in which the object's state is read.
+    `tool`, such as "dict" or "tensor", is a name: it selects the functions that read the object's
+    state and change the object.
     """
 
     __slots__ = ("key", "number", "tool")
@@ -78,11 +81,12 @@ class _Owners:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class MemoryBlock:
-    """A piece of memory of tensors and arrays that is sent as one: the bytes from `start` to `end`.
+    """Memory of tensors and arrays that is sent as one piece: the bytes from `start` to `end`.
 
-    `owner()` returns the object that keeps the memory alive, which is an array of the bytes on a
-    rank.  It returns None if the memory was freed.  If a tensor has only few elements far apart in
-    the memory, only these elements are sent: `copied` identifies them, and `start` and `end` are 0.
+    `owner()` returns the object that keeps the memory alive, or None if the memory was freed.  On a
+    rank, this object is an array of the bytes.  If a tensor has only few elements, which lie far
+    apart in memory, only the elements are sent.  Then `copied` identifies the elements, and `start`
+    and `end` are 0.
     """
 
     key: int
@@ -117,8 +121,8 @@ class MemoryBlock:
     def users_storage(self) -> Any:
         """Return the present storage of a tensor that this rank received as a view of the block.
 
-        This may be other memory than the block's: `model.cuda()`, for example, gives a tensor other
-        memory.  None if no such tensor is left whose storage has the size of this block.
+        The tensor may have other memory than the block by now, for example after `model.cuda()`.
+        Return None if all received tensors are gone or have storages of another size.
         """
         for user in self.users:
             tensor = user()
@@ -147,7 +151,7 @@ class Links:
         self.by_key: dict[int, LinkEntry] = {}
         self._strong: dict[int, _StrongEntry] = {}
         self.blocks = Blocks(self)
-        self.has_dead = False  # whether an object has ended, and objects in it may be unused now
+        self.has_dead = False  # whether an object has ended, so that its parts may be unused
         self._next = itertools.count(random.SystemRandom().getrandbits(40) << 22)
         self._dead: list[int] = []
 
@@ -166,8 +170,9 @@ class Links:
     def add(self, value: Any, tool: str, key: int | None = None) -> LinkEntry:
         """Register an object under `key`, and return its entry.
 
-        `tool`, such as "dict", names the way in which the object's state is read.  Without `key`,
-        an object that has a key keeps it, and another object gets a new key.
+        `tool`, such as "dict", selects the functions that read the object's state and change the
+        object.  Without `key`, an object that has a key keeps it, and any other object gets a new
+        key.
         """
         number = id(value)
         existing = self.by_id.get(number)
@@ -211,7 +216,10 @@ class Links:
         self.by_key[entry.key] = entry
 
     def renew_key(self, key: int) -> None:
-        """Give the object or the memory with this key another key, as `renew` does."""
+        """Give the object with this key another key; memory gets another when it is sent again.
+
+        The old key counts as dead, so the ranks forget the old counterpart.
+        """
         if (entry := self.by_key.get(key)) is not None:
             self.renew(entry)
         elif self.blocks.get(key) is not None:
@@ -232,10 +240,10 @@ class Links:
         return tuple(dead)
 
     def drop_unused(self, before_drop: Callable[[Sequence[LinkEntry]], None] | None = None) -> None:
-        """Drop the objects to which nothing but this table refers.
+        """Drop the objects that only this table keeps alive.
 
-        Then drop the objects to which only these have referred, and so on.  `before_drop` is called
-        with the entries of objects before they are dropped.
+        If a dropped list was the last to refer to another object of the table, that object is
+        dropped, too.  `before_drop` is called with the entries of objects before they are dropped.
         """
         self.has_dead = False
         while True:
@@ -277,7 +285,10 @@ class Links:
 
 
 def _count_alone() -> int:
-    """Return the reference count of an object to which only the entry of a table refers."""
+    """Return what `sys.getrefcount` counts for an object to which only a table's entry refers.
+
+    The number depends on the version of Python, so it is measured.
+    """
     entries = [_StrongEntry([])]
     return max([sys.getrefcount(each.value) for each in entries])
 
@@ -307,8 +318,8 @@ class Blocks:
     def find_containing(self, start: int, end: int, root: int, device: str) -> MemoryBlock | None:
         """Return a block that contains the bytes from `start` to `end`; None if no block does.
 
-        The bytes are those of a tensor or array.  This may be a view of bigger memory, which begins
-        at the address `root`.
+        The bytes are those of a tensor or array.  `root` is the address at which its memory begins:
+        before `start` if the tensor or array is a view of a later part of the memory.
         """
         for block in self._around(start, root, device):
             if block.owner() is None:
@@ -328,16 +339,16 @@ class Blocks:
     ) -> MemoryBlock:
         """Return a block that contains the bytes from `start` to `end`; make it if there is none.
 
-        The bytes are those of a tensor or array.  This may be a view of bigger memory, of which
-        `root` has the bounds.  `make_ref` returns a weak reference to the object that keeps the
-        memory alive.
+        The bytes are those of a tensor or array.  `root` has the bounds of the whole memory of
+        which the tensor or array is a view.  `make_ref` returns a weak reference to the object that
+        keeps the memory alive.
         """
         if (block := self.find_containing(start, end, root[0], device)) is not None:
             block.add_owner(make_ref())
             return block
         is_whole = root[1] - root[0] <= max(MAX_WHOLE_BYTES, 2 * (end - start))
-        # Begin at an aligned address, so that in views of all types a whole number of elements is
-        # between the beginning of the block and the beginning of the view.
+        # Begin the block at an aligned address.  Then a view, whatever its dtype, begins a whole
+        # number of elements after the beginning of the block.
         bounds = root if is_whole else (start - (start - root[0]) % ALIGNMENT, end)
         return self.add(MemoryBlock(self._links.new_key(), *bounds, make_ref(), device))
 
@@ -351,9 +362,10 @@ class Blocks:
     def add_copied(
         self, what: tuple[Any, ...], make_ref: Callable[[], Any], device: str
     ) -> MemoryBlock:
-        """Return the block of a scattered view, as `get_copied` does; make it if there is none.
+        """Return the block of a scattered view; make the block if there is none.
 
-        `make_ref` returns a weak reference to the object that keeps the view's memory alive.
+        `what` has the bounds, dtype, shape and strides of the view, a tensor whose elements lie far
+        apart.  `make_ref` returns a weak reference to the object that keeps its memory alive.
         """
         block = self._copied.get(what)
         if block is None or block.owner() is None:
@@ -387,9 +399,9 @@ class Blocks:
                 self._remove(block)
 
     def _around(self, start: int, root: int, device: str) -> list[MemoryBlock]:
-        """Return a device's blocks that begin from address `root` to `start`, the last block first.
+        """Return the blocks on a device that begin between the addresses `root` and `start`.
 
-        `root` is the beginning of the memory in which `start` is.
+        The last block comes first.  `root` is the beginning of the memory to which `start` belongs.
         """
         at = bisect_right(self._sorted, start, key=attrgetter("start"))
         blocks = []

@@ -154,9 +154,10 @@ def is_of_file(value: Any) -> bool:
 
 
 def reduce_to_file(value: Any) -> Any:
-    """Reduce a `numpy.memmap` as `reduce_file_array` does, if its file is still at its path.
+    """Reduce a `numpy.memmap` to its place in its file, if the file is still at its path.
 
-    Return NotImplemented for other values, and if the file is no longer at its path.
+    Return what `__reduce__` would return.  Return NotImplemented if the file is no longer at its
+    path, and for any other value.
     """
     return reduce_file_array(value) if is_of_file(value) else NotImplemented
 
@@ -164,8 +165,8 @@ def reduce_to_file(value: Any) -> Any:
 def reduce_file_array(value: Any) -> Any:
     """Reduce a `numpy.memmap` to its place in its file, so that the receiver maps the same file.
 
-    The result is as that of `__reduce__`, even if the file is no longer at its path.  Return
-    NotImplemented for other values.
+    Return what `__reduce__` would return, and NotImplemented for any other value.  This function
+    does not check whether the file is still at its path.
     """
     if (span := file_span_of(value)) is None:
         return NotImplemented
@@ -198,7 +199,7 @@ def map_file(
 def _shared_file_at(start: int, end: int) -> tuple[int, int] | None:
     """Return inode and offset of the file that is mapped as shared memory at these addresses.
 
-    None without such a file, or if the addresses are not all in one mapping.
+    Return None if no file is mapped there, or if the addresses are not all in one mapping.
     """
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -214,9 +215,9 @@ EXPANDED_FROM = 1 << 20  # bytes; a smaller array is pickled by numpy, with repe
 
 
 def reduce_expanded(value: Any) -> Any:
-    """Reduce a big array that `numpy.broadcast_to` has made to the elements that it repeats.
+    """Reduce a big array from `numpy.broadcast_to` to the elements that the array repeats.
 
-    The result is as that of `__reduce__`.  Return NotImplemented for any other array, and for an
+    Return what `__reduce__` would return.  Return NotImplemented for any other array, and for an
     array of less than `EXPANDED_FROM` bytes.
     """
     numpy: Any = sys.modules["numpy"]

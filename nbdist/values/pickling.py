@@ -3,6 +3,9 @@
 The notebook and workers use this file.  `Pickler` extends cloudpickle's pickler: a function of the
 sender's `__main__` becomes a function of the receiver's `__main__`.  The global variables that the
 function uses are not in the pickle; `Pickled.needs` has their names.
+
+A *sketch* is a pickle without the largest contents of the value.  It is made faster than a whole
+pickle, and can be compared with another sketch, but not loaded.
 """
 
 from __future__ import annotations
@@ -37,9 +40,8 @@ from nbdist.values.tensors import Reduced, TensorReducer, reduce_constant
 LONG_TEXT, READ_FROM, READ_AT_ONCE = 1 << 20, 1 << 20, 64 << 20
 """Numbers of bytes.
 
-A sketch leaves out texts of LONG_TEXT or more.  A pickle of READ_FROM or more is read in pieces, so
-that Stop can interrupt reading.  Computing a digest reads at most READ_AT_ONCE at a time, after
-which Stop can interrupt."""
+A sketch has only digests of texts of LONG_TEXT bytes or more.  So that Stop can interrupt, a pickle
+of READ_FROM bytes or more is read in pieces, and a digest reads at most READ_AT_ONCE at a time."""
 
 Buffer = bytes | bytearray | memoryview | plain_pickle.PickleBuffer
 """A frame, or memory that is pickled out of band."""
@@ -124,10 +126,9 @@ class _FirstFrame(io.BytesIO):
         self._checked_size = 0
 
     def write(self, data: Any) -> int:
-        """Append bytes to the file.
+        """Append bytes to the file; in a sketch, append only a digest of LONG_TEXT bytes or more.
 
-        In a sketch, append only a digest if there are LONG_TEXT bytes or more.  Raises
-        NotEnoughMemory.
+        Raises NotEnoughMemory.
         """
         size = memoryview(data).nbytes
         if self._sketch and size >= LONG_TEXT:
@@ -150,13 +151,17 @@ def _tables_in(table: Mapping[type, Any]) -> list[Mapping[type, Any]]:
 
 
 class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no types.
-    """cloudpickle's pickler, with other reductions for some types."""
+    """Pickles as cloudpickle does, except for functions of `__main__`, tensors and some types.
+
+    While it pickles, `buffers` gets the out-of-band buffers, `needs` the global names that
+    functions of `__main__` use, and `sources` the cells that define functions, by file name.
+    """
 
     dispatch_table: Mapping[type, Any] = ChainMap(
         {
             functools.cached_property: lambda it: (type(it), (it.func,), {"attrname": it.attrname}),
             types.CodeType: lambda code: _reduce_code(code),
-            # In the receiver, too, an item of a weak container ends unless another object holds it.
+            # An item of a weak container is lost in the receiver if no other object there holds it.
             weakref.WeakKeyDictionary: lambda it: (type(it), (), None, None, iter([*it.items()])),
             weakref.WeakValueDictionary: lambda it: (type(it), (), None, None, iter([*it.items()])),
             weakref.WeakSet: lambda it: (type(it), (), [*it], None, None, type(it).update),
@@ -343,9 +348,9 @@ def _reduce_reference(reference: weakref.ref[Any]) -> Reduced:
 
 def _reduce_code(code: types.CodeType) -> Reduced:
     _, parts = by_value.Pickler.dispatch_table[types.CodeType](code)
-    # cloudpickle drops the file's name from 3.1.3 on, so it is sent here.  The name is copied,
-    # because pickle writes an object that occurs again as a reference: pickles of equal code must
-    # not differ because the name is also in use elsewhere.
+    # cloudpickle drops the file's name from 3.1.3 on, so it is sent here.  Copy the name, because
+    # pickle writes a reference in place of an object that it has written before.  With a copy, the
+    # pickles of equal code are always equal.
     return definitions.make_code, (definitions.PYTHON, "".join(code.co_filename), *parts)
 
 
@@ -362,7 +367,8 @@ def frames_of(value: Any, namespace: dict[str, Any], reduce: Reduce | None = Non
 def is_pickled_by_name(value: Any) -> bool:
     """Return True if pickle surely sends a function or class only by its name in a module.
 
-    Return False for all of them if the user has told cloudpickle to pickle a module by value.
+    Return False for every function and class if the user has told cloudpickle to pickle some module
+    by value.
     """
     return definitions.is_importable(value) and not by_value.list_registry_pickle_by_value()
 

@@ -99,13 +99,14 @@ class Scan:
         scan.run()
         scan.states  # by key
 
-    With `adds=False`, as on a rank, the scan gives no object a key and reads only the objects that
-    are passed to `read`; the token of a part without a key has only the part's type.
+    In the notebook, the scan gives keys to the objects.  On a rank (`adds=False`), the scan gives
+    no keys, and reads only the objects that are passed to `read`.  There the token of an object
+    without a key has only the object's type.
 
-    `before` returns the state that was read earlier for a key: an object that has not changed keeps
-    this state.  With `trusts_samples` the scan does not read all of big memory if a sample of the
-    memory has not changed.  Raises PicklingError, and any error of a class's own `__reduce__` or
-    `__getstate__`.
+    `before` returns the state that an earlier scan has read for a key.  An object that has not
+    changed keeps its earlier state.  With `trusts_samples`, big memory is not read as a whole if a
+    sample of the memory has not changed.  Raises PicklingError, and any error of a class's own
+    `__reduce__` or `__getstate__`.
     """
 
     def __init__(
@@ -136,8 +137,8 @@ class Scan:
         self._named: dict[int, tuple[Any, Token]] = {}
         # Ids of the containers that belong to the object that is being read, and need no key.
         self._inlined: set[int] = set()
-        # By class, two items: its slots, or None if it has a `__getstate__`; and for a class of
-        # torch modules, the names of the tables that are empty in a new module.
+        # By class, two items.  The first has the slots of the class, or None if the class has a
+        # `__getstate__`.  The second has, for torch modules, names of tables that begin empty.
         self._kinds: dict[type, tuple[list[tuple[str, Any]] | None, frozenset[str]]] = {}
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
         self._torch: Any = torch if hasattr(torch, "UntypedStorage") else None
@@ -146,9 +147,9 @@ class Scan:
     # --- from object to object ------------------------------------------------------------
 
     def token(self, value: Any) -> Token:
-        """Return a value's `Token`, which represents it in the states of objects that refer to it.
+        """Return the data (`Token`) that represents a value in the states of other objects.
 
-        If the scan `adds`, `run` will read the objects to which the token refers.
+        In the notebook, the next `run` reads the objects to which the token refers.
         """
         kind = type(value)
         if kind in ATOMIC:
@@ -165,9 +166,10 @@ class Scan:
         return make_token(value)
 
     def run(self) -> None:
-        """Read the states of objects to which the tokens so far refer, or that `read` has added.
+        """Read the states of all objects that wait to be read.
 
-        If the scan `adds`, also read objects to which these objects refer, and memory blocks.
+        An object waits if it was passed to `read`.  In the notebook, an object also waits if a
+        token or another object refers to it, and the memory of tensors and arrays is read, too.
         """
         waiting, states, readers = self._waiting, self.states, self._readers
         while waiting:
@@ -183,14 +185,17 @@ class Scan:
         self._read_blocks()
 
     def read(self, entries: Iterable[Any]) -> None:
-        """Read the states of the entries' objects and, if the scan `adds`, of objects in them."""
+        """Read the states of the objects of these entries (`Links.entries`).
+
+        In the notebook, also read the objects to which these objects refer.
+        """
         self._waiting += entries
         self.run()
 
     def read_all(self, entries: Iterable[Any]) -> None:
-        """Read the entries' objects as `read` does, but skip objects that cannot be read.
+        """Read the states of the entries' objects, but skip objects that cannot be read.
 
-        An object that cannot be sent any more is an error only when a cell uses the object.
+        An object that cannot be pickled any more is an error only when a cell uses the object.
         """
         entries = [*entries]
         try:
@@ -310,7 +315,10 @@ class Scan:
         return self._token_of_definition(value, "class")
 
     def _token_of_definition(self, value: Any, tool: str) -> Token:
-        """Return the token of a class or function: its name, if pickle sends only the name."""
+        """Return the token of a class or function; this is its name if pickle sends only the name.
+
+        `tool` is "class" or "function".
+        """
         cached = self._named.get(id(value))
         if cached is not None:
             return cached[1]
@@ -357,9 +365,9 @@ class Scan:
         return self._state(parts)
 
     def _known_of(self, value: Any, entry: Any, parts: list[Any]) -> ObjectState | None:
-        """Return the state of `value` that was read earlier, if it has the same parts as then.
+        """Return the earlier state of `value` if `value` has the same parts as then, else None.
 
-        Else return None: the caller must make the tokens of all parts to read the state again.
+        After None, the caller must make the tokens of all parts, to read the state again.
         """
         before = self._before(entry.key)
         if before is None or type(before.sample) is not Parts:
@@ -374,11 +382,12 @@ class Scan:
     def _sampled(
         self, state: ObjectState, value: Any, entry: Any, parts: list[Any], empty: set[int]
     ) -> ObjectState:
-        """Return the state that was read earlier if `state` equals that state; else `state`.
+        """Return the earlier state of `value` if the new `state` equals it, else return `state`.
 
-        The earlier state gets a sample here, by which `_known_of` recognizes the parts next time.
+        An earlier state gets a sample, by which `_known_of` recognizes the parts in the next scan.
         A state that is read for the first time gets no sample, because most objects are read only
-        once.  `parts` and `empty` are as in `parts_of`.
+        once.  `parts` are the parts of `value`, and `empty` has the positions of empty tables in
+        `parts`.
         """
         before = self._before(entry.key)
         if before is None or before != state:
@@ -519,10 +528,10 @@ class Scan:
         return self._state(parts)
 
     def _own_containers(self, value: Any, reduced: tuple[Any, ...]) -> set[int]:
-        """Return the ids of containers in an object's reduction that belong to the object itself.
+        """Return the ids of the lists, dicts and sets that belong to an object itself.
 
-        If Python code reduces the object, the result is empty: such code may return containers that
-        other objects have, too.
+        They are in `reduced`, the result of `__reduce_ex__` for the object.  If Python code has
+        made that result, return no ids, since the code may return containers of other objects.
         """
         ids = set[int]()
         kind = type(value)
@@ -533,11 +542,11 @@ class Scan:
         return ids
 
     def _pair(self, first: Any, second: Any) -> Token:
-        """Return the token of a part of an object's reduction (the result of `__reduce_ex__`).
+        """Return the token of a part of what `__reduce_ex__` returns for an object.
 
-        `second` is the same part in a second reduction.  If `second` is another object than
-        `first`, both were made for their reductions: then the token describes the contents of
-        `first`, and `first` gets no key.
+        `__reduce_ex__` was called twice: `first` is the part in the first result, and `second` the
+        same part in the second result.  If they are two objects, each was made only for its result.
+        Then the token describes the contents of `first`, and `first` gets no key.
         """
         kind = type(first)
         if first is second and kind is not MadeBy and id(first) not in self._inlined:
@@ -724,7 +733,7 @@ def memory_key(value: Any, links: Links) -> int | None:
     """
     try:
         return _memory_key(value, links)
-    except RuntimeError:  # such as a tensor of `torch.func.grad` after the call
+    except RuntimeError:  # for example, a tensor of `torch.func.grad` is invalid afterwards
         return None
 
 
@@ -746,12 +755,13 @@ def _memory_key(value: Any, links: Links) -> int | None:
 
 QUICK_BYTES = 4 << 20
 WHOLE_LIMIT = 4 << 30
-"""Memory of up to QUICK_BYTES is compared by a digest of all bytes.
+"""How memory of the CPU is compared depends on its number of bytes.
 
-The state of bigger memory also has a sample, a digest of some pages.  Above WHOLE_LIMIT it has only
-the sample, because reading all bytes would take too long."""
+Up to QUICK_BYTES, the state of memory has a digest of all bytes.  The state of bigger memory also
+has a sample, a digest of some pages, which is computed faster.  Above WHOLE_LIMIT it has only the
+sample, because reading all bytes would take too long."""
 
-_SCAN_AT_ONCE = 1 << 20  # bytes; a memory block of this size or more is read in a thread
+_SCAN_AT_ONCE = 1 << 20  # bytes; several blocks of this size or more are read in threads
 
 _TOOLS: dict[type, str] = {
     dict: "dict",

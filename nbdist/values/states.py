@@ -180,9 +180,10 @@ def keys_in(token: Token) -> list[int]:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Return an instance's attributes, also from slots.
+    """Return an instance's attributes, including those in slots.
 
-    If its class defines `__getstate__`, return what this method returns, and an optimizer's hooks.
+    If the class defines `__getstate__`, return what this method returns.  For a torch optimizer,
+    add the hooks that its `__getstate__` leaves out.
     """
     if has_getstate(type(value)):
         return {**value.__getstate__(), **optimizer_hooks(value)}
@@ -209,7 +210,7 @@ def optimizer_hooks(value: Any) -> dict[str, Any]:
 def own_attributes(value: Any) -> list[tuple[str, Any]]:
     """Return (name, value) for each attribute of a dict, list or other container.
 
-    The first pair is `CLASS` and the container's class.
+    The first pair has the name `CLASS` ("__class__") and the container's class.
     """
     return [(CLASS, type(value)), *getattr(value, "__dict__", {}).items()]
 

@@ -20,7 +20,9 @@ Reduced = Any
 """The return value of an object's `__reduce__`, or NotImplemented."""
 
 PINNED_MOST = 1 << 30
-"""The most bytes of a GPU that are copied into pinned memory, which torch keeps for reuse."""
+"""The most bytes that are copied from a GPU through pinned memory.
+
+The copy is faster with pinned memory, but torch keeps this memory for reuse."""
 
 
 @dataclass(eq=False)
@@ -40,16 +42,16 @@ class _Piece:
 
 @dataclass(kw_only=True, eq=False)
 class TensorReducer:
-    """Reduces the tensors and storages in one pickle, as `__reduce__` does.
+    """Reduces the tensors and storages in one pickle: `reduce` returns what `__reduce__` would.
 
     The tensors' own memory becomes out-of-band buffers.  Only contents on a GPU, and elements that
     lie far apart, are copied.
 
-    Of a storage, only the part that a tensor shows is sent, or the whole storage if it is at most
-    twice as big as that.  With `exact`, no more is sent than the tensor shows.  Storages whose
-    addresses are in `whole` are always sent whole.  If sent parts of a storage overlap, as two
-    views of one tensor may, the caller must pickle again with the `overlapping` storages as
-    `whole`.
+    If a tensor shows at least half of its storage, the whole storage is sent; if less, only the
+    part that the tensor shows is sent.  With `exact`, never more is sent than the tensor shows.  A
+    storage whose address is in `whole` is always sent as a whole.  If parts of a storage overlap,
+    they would no longer share memory in the receiver.  Then the caller must pickle again, with the
+    `overlapping` storages as `whole`.
 
     `nbdist.values.pickling.pickle` explains the options.  `sketched` becomes True if a sketch has
     left out contents.
@@ -138,7 +140,7 @@ class TensorReducer:
         storage, width = data.untyped_storage(), data.element_size()
         stride = data.stride()
         steps = (step * (size - 1) for size, step in zip(data.shape, stride, strict=True))
-        # mypy: torch's types allow for symbolic numbers, which only tracing makes.
+        # `int` is for mypy: by its annotation the offset may be a symbolic number, as in tracing.
         offset = int(data.storage_offset())
         start = offset * width
         end = start + (int(sum(steps)) + 1) * width if data.numel() else start
@@ -156,8 +158,8 @@ class TensorReducer:
             return self._piece(storage, start, end), 0, stride
         # Few elements that lie far apart are copied together, in the order of their addresses.
         copy = once.clone(memory_format=self._torch.preserve_format)
-        # The key has the begin and end of the elements in their storage, not in the copy: so
-        # `overlapping` finds them, and equal views share one copy.
+        # The key has the place of the elements in their own storage, and not in the copy.  So
+        # `overlapping` can compare the place with other pieces, and equal views share one copy.
         key = storage.data_ptr(), start, end, (*once.shape, *stride)
         existing = self._pieces.get(key)
         piece = existing or self._piece(copy.untyped_storage(), 0, copy.untyped_storage().nbytes())
@@ -191,7 +193,7 @@ class TensorReducer:
         return PickleBuffer(memory)
 
     def _on_host(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the CPU.
+        """Return a copy of a tensor on the CPU.
 
         Up to `PINNED_MOST` bytes of a GPU are copied into pinned memory if possible: this is
         faster than a copy into other memory.

@@ -25,9 +25,10 @@ _key_of = attrgetter("key")
 class Parts:
     """The parts that an object had when its state was read: keys or names, and values.
 
-    If `entries_if_same` finds the same parts now, the object's state has not changed.  There are
-    three kinds of parts.  Of a plain value, which cannot change, a `Parts` has the value itself; of
-    an object with a key, only the key; of an empty table, which has no key, only the position.
+    If `entries_if_same` finds the same parts now, the object's state has not changed.  A part that
+    is a plain value is stored itself, since it cannot change.  For a part that is an object with a
+    key, the key is stored.  For an empty table, which has no key, the position and the class are
+    stored.
     """
 
     __slots__ = ("_count", "_empty_kinds", "_fixed", "_keys", "_kind", "_pickers")
@@ -49,10 +50,10 @@ class Parts:
     def entries_if_same(
         self, value: Any, parts: Sequence[Any], by_id: Mapping[int, LinkEntry]
     ) -> list[Any] | None:
-        """Return the entries of the parts of `value` that have keys, if no part has changed.
+        """Return the entries of the parts with keys, or None if any part may have changed.
 
-        Return None if a part may have changed since the state of `value` was read.  `parts` are the
-        parts that `value` has now, and `by_id` has the entries of objects with keys.
+        `parts` are the parts that `value` has now; they are compared with the parts that it had
+        when its state was read.  `by_id` has the entries of objects with keys, by their ids.
         """
         if len(parts) != self._count or type(value) is not self._kind:
             return None
@@ -79,13 +80,13 @@ def parts_of(
     by_id: Mapping[int, LinkEntry],
     empty: Set[int],
 ) -> Parts | None:
-    """Return the `Parts` of an object, or None if it cannot have one.
+    """Return the `Parts` of an object, or None if its parts do not allow this.
 
-    Each part must be a plain value, an object with a key, or an empty table, and there must not be
-    too many parts.  `by_id` has the entries of objects with keys.  `empty` has the positions in
-    `parts` of empty tables.
+    Each part must be a plain value, an object with a key, or an empty table.  At most twice
+    MAX_PARTS parts are allowed.  `by_id` has the entries of objects with keys, by their ids.
+    `empty` has the positions of the empty tables in `parts`.
     """
-    if len(parts) > 2 * MAX_PARTS:  # names and values
+    if len(parts) > 2 * MAX_PARTS:  # twice, as names and values both count here
         return None
     keys: dict[int, int] = {}
     for at, part in enumerate(parts):
@@ -107,7 +108,7 @@ def _is_fixed(part: Any) -> bool:
     return kind in ATOMIC
 
 
-@functools.lru_cache(1024)  # instances of a class mostly have the same positions
+@functools.lru_cache(1024)  # most instances of a class can use the same function
 def _picker(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """Return a function that picks the parts at these positions from a list of parts."""
     if not positions:

@@ -34,11 +34,11 @@ apply them (`_APPLIERS`).
 """
 
 COPY = "copy"
-"""The name of the contents in a tensor's update, if the notebook's tensor has kept its memory.
+"""In a tensor's update, the name of the contents if the notebook's tensor has kept its memory.
 
-The rank copies the contents into its own tensor's memory, if shape and dtype are equal.  If the
-notebook's tensor has got other memory, the name is "data", and the rank's tensor gets the memory
-that was sent.
+The rank then copies the contents into the memory of its own tensor, if shape and dtype are equal.
+If the notebook's tensor has got other memory, the contents have the name "data", and the rank's
+tensor gets the memory that was sent.
 """
 _PLAIN = (dict, OrderedDict, defaultdict, list, set, deque)
 
@@ -234,8 +234,8 @@ _WRITERS: dict[str, Callable[..., Any]] = {
 def apply(value: Any, tool: str, data: Any, token: Callable[[Any], Token]) -> None:
     """Change a rank's object in place by an update of the notebook.
 
-    `tool` and `data` are the last two items of the `ObjectUpdate`.  `token` is `Scan.token` on this
-    rank, by which keys of a dict are compared with the notebook's keys.
+    `tool` and `data` are the last two items of the `ObjectUpdate`.  An update names the keys of a
+    dict by their tokens, and `token` (`Scan.token`) returns the token of a key on this rank.
     """
     _APPLIERS[tool](value, data, token)
 
@@ -419,8 +419,7 @@ def set_state(value: Any, state: Any, setter: Callable[..., Any] | None = None) 
     """Set an object's state as pickle does, but also remove attributes that the state lacks.
 
     Pickle itself removes nothing, because it sets the state of new objects only.  If there is a
-    `setter`, or if the object's class has a `__setstate__`, this function sets the state, and no
-    attribute is removed.
+    `setter` or a method `__setstate__`, only this is called, and no attribute is removed.
     """
     if setter is not None:
         setter(value, state)
