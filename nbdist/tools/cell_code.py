@@ -82,7 +82,7 @@ def guard_by_rank(text: str, ranks: Iterable[int]) -> str:
 
 
 def indent(text: str) -> str:
-    """Indent code by four spaces, but not the later lines of strings with several lines."""
+    """Indent code by four spaces, except the lines that are inside of a string of several lines."""
     inside = {
         number
         for node in ast.walk(ast.parse(text))
@@ -110,9 +110,10 @@ class _LeftOut(Exception):
 def _without_ipython(
     tree: ast.Module, lines: Sequence[bytes], variables: Collection[str]
 ) -> tuple[Edits, list[str]]:
-    """Return edits that replace calls of IPython, and calls that the script makes itself.
+    """Return edits that make plain Python of a cell, and a line for each statement left out.
 
-    Also return a line for each statement that is left out.  `lines` are the lines of the code.
+    The edits replace calls of IPython.  They also leave out calls that make or destroy the process
+    group, since the script makes these calls itself.  `lines` are the lines of the code.
     """
     edits: Edits = []
     omitted = []
@@ -294,7 +295,11 @@ class Statements:
 
 
 def _imports_by(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield each name that an import binds, with an import of only this name; ignore `*`."""
+    """Yield each name that an import statement binds, with an import of only this name.
+
+    For `from math import sin, cos`, this is `sin` with `from math import sin`, then `cos`.  An
+    import of `*` yields nothing.
+    """
     match node:
         case ast.Import() | ast.ImportFrom(level=0) if node.names[0].name != "*":
             for each in node.names:
@@ -338,10 +343,12 @@ def _source_of(source: str, node: ast.stmt) -> str:
 def names_read_at_once(text: str) -> frozenset[str]:
     """Return the names that code reads, assigns or deletes outside of the bodies of functions.
 
-    Names that are only bound by `def`, `class` or `import` are left out.  The body of a function or
-    lambda runs later, so the exported script may bind the names in the body after the definition.
+    The body of a function or lambda runs later, so the exported script may bind the names in the
+    body after the definition.  Names that are only bound by `def`, `class` or `import` are left
+    out, too.
+
     Names in the defaults and annotations of a function are included, since Python evaluates them at
-    the definition; Python 3.14 evaluates only the defaults there.  The annotations of generic
+    the definition.  (Python 3.14 evaluates only the defaults there.)  The annotations of generic
     functions are left out.
     """
     names, waiting = set[str](), list[Any](ast.parse(text).body)
@@ -351,7 +358,8 @@ def names_read_at_once(text: str) -> frozenset[str]:
                 names.add(name)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 waiting += node.decorator_list
-                # A generic function itself binds the names of its type parameters.
+                # Leave out annotations of a generic function such as `def f[T](x: T)`: the function
+                # itself binds the names of its type parameters, here `T`.
                 if not getattr(node, "type_params", ()):
                     waiting += [node.returns, node.args]
                 else:
@@ -398,10 +406,11 @@ def attributes_since(name: str, value: Any, text: str) -> tuple[list[str], list[
 
 
 def _is_as_typed(typed: ast.expr | None, now: Any) -> bool:
-    """Return False if an attribute surely has another value than the body of its class binds.
+    """Return False if an attribute surely has another value than the body of its class gave it.
 
-    `typed` is the expression in the body, or None if the body binds the attribute in another way,
-    as by `def`.  If the expression is no plain value, only the sizes of containers can be compared.
+    `typed` is the expression in the body that gave the value.  It is None if the body binds the
+    attribute in another way, for example by `def`.  If the expression is no plain value, only the
+    sizes of containers are compared.
     """
     if typed is None:
         return not isinstance(now, types.FunctionType) or "." in now.__qualname__

@@ -1,8 +1,8 @@
 """`%dist_diff` compares a value over the ranks, part by part.
 
-Runs in the notebook's process.  Ops in the workers (`nbdist.tools.diff_op`) describe the values;
-`Comparison`, which is pure, finds the differences; `--watch` (`nbdist.tools.watch`) uses
-`Comparison` too.
+Runs in the notebook's process.  Ops in the workers (`nbdist.tools.diff_op`) describe each rank's
+value.  `Comparison` finds the differences between these descriptions, without I/O.  The option
+`--watch` (`nbdist.tools.watch`) uses `Comparison`, too.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ def distances(
 ) -> Mapping[int, Mapping[str, Distance]]:
     """Return by rank and path how far parts of other ranks are from parts of `reference`.
 
-    The rank `reference` lends its parts to the others: large parts are in shared memory, of which
-    other machines get a copy.  The parts are released at the end.
+    The rank `reference` lends its parts at `paths` to the ranks in `others`, until this function
+    ends.  Large parts are lent in shared memory, and ranks on other machines get a copy of this
+    memory.
     """
     pool, world = line.pool, line.world
     arguments = {"expression": expression, "paths": tuple(paths)}
@@ -118,12 +119,14 @@ class Comparison:
         return _group_ranks({rank: self.looked[rank].parts.get(path) for rank in self.have})
 
     def to_compare(self) -> dict[int, tuple[list[int], list[str]]]:
-        """Choose the parts whose numbers are compared, and with which rank.
+        """Choose the parts whose numbers are compared, and the rank with which each is compared.
 
-        The reference of a path is the first rank of the largest group with equal parts.  Return a
-        dict from each reference to a pair: the ranks to compare with it, and the paths.  Left out
-        are paths whose largest group lacks the part, parts of another type or shape than the
-        reference's, and parts beyond `MAX_COMPARED_BYTES` in all.
+        This rank, the reference of the part's path, is the first rank of the largest group with
+        equal parts.  Return a dict from each reference to a pair: the ranks to compare with it, and
+        the paths.
+
+        Three kinds of parts are left out: parts that the largest group lacks, parts whose type or
+        shape differs from the reference's, and parts beyond `MAX_COMPARED_BYTES` in all.
         """
         budget = MAX_COMPARED_BYTES
         by_reference: dict[int, tuple[list[int], list[str]]] = {}

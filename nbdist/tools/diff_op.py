@@ -141,7 +141,7 @@ def _local(tensor: Any) -> torch.Tensor:
 def digest_of(tensor: torch.Tensor) -> str:
     """Return the digest of a tensor's elements in logical order.
 
-    Of a tensor on a GPU only the result of `fold`, which the GPU computes, is copied to the CPU.
+    For a tensor on a GPU, the GPU computes `fold`, and only the result is copied to the CPU.
     """
     data = bytes_of(tensor)
     return digest_bytes((data if data.is_cpu else fold(data).cpu()).numpy().data)
@@ -190,7 +190,7 @@ def distance(tensor: torch.Tensor, reference: torch.Tensor) -> Distance:
         b = other[start : start + COMPARED_AT_ONCE].to(a.device)
         if torch.equal(a, b):
             continue
-        if a.dtype.is_floating_point and a.element_size() < 4:  # torch lacks `!=` for some of these
+        if a.dtype.is_floating_point and a.element_size() < 4:  # some of these dtypes lack `!=`
             a, b = a.float(), b.float()
         differs = (a != b) & ~((a != a) & (b != b))
         wide = torch.complex128 if a.is_complex() else torch.float64
@@ -223,7 +223,7 @@ def _part_of_plain(leaf: Any) -> ValueDigest:
         text = repr(leaf + 0.0 if isinstance(leaf, float) else leaf)  # + 0.0 turns -0.0 into 0.0
         return ValueDigest(kind, _digest_of_text(text), one_line(text, LONGEST_TEXT))
     pickler = pickle.Pickler(file := BytesIO(), 5)
-    pickler.fast = True  # no memo: whether two parts are one object must not matter
+    pickler.fast = True  # no memo: two parts that are one object are pickled like two equal objects
     try:
         pickler.dump(leaf)
     except Exception:  # noqa: BLE001 (a user's __reduce__ can raise anything)

@@ -53,12 +53,15 @@ WIDE = {
     torch.complex64: torch.complex64,
     torch.complex128: torch.complex128,
 }
-"""By dtype, the dtype of the copy for a digest.  Tensors of other dtypes are not copied."""
+"""The dtype of the copy from which a digest is computed, by the dtype of the tensor.
+
+Tensors of other dtypes are not copied.
+"""
 
 SMALL_TENSOR = 1 << 14
-"""The most bytes of a tensor that is copied to new memory.
+"""Tensors of up to this many bytes are copied to new memory, larger ones to spare tensors.
 
-For a tensor this small, new memory is faster than a view of a spare tensor.
+For so small a tensor, new memory takes less time than a view of a spare tensor.
 """
 
 MAX_SAMPLED = 1024
@@ -68,7 +71,7 @@ SpareTensors = dict[tuple[torch.device, torch.dtype], torch.Tensor]
 """Tensors for copies of pieces, by device and dtype; digests of several tensors reuse them."""
 
 DigestsByPath = dict[str, dict[str, ValueDigest]]
-"""Descriptions of parts with their digests, by watched expression and path."""
+"""For each watched expression, descriptions of its parts with their digests, by path."""
 
 
 class WatchedValue(NamedTuple):
@@ -116,8 +119,8 @@ def buffers_of(target: WatchedValue) -> dict[str, ValueDigest]:
 def has_buffers(target: WatchedValue) -> bool:
     """Return True for a module with buffers that can be compared.
 
-    Return False for a compiled DDP module: no hook runs after it has copied the buffers of rank 0
-    to all ranks, and until then buffers may differ.
+    Return False for a compiled DDP module.  Its buffers may differ until DDP has copied the buffers
+    of rank 0 to all ranks, and no hook runs after this copy.
     """
     if not target.is_module:
         return False
@@ -379,7 +382,7 @@ class Exchange:
         until = time.monotonic() + MEET_TIMEOUT
         keys = {f"{key}/{rank}": rank for rank in self._ranks}
         while True:
-            try:  # errors other than DistStoreError are raised: a rank has died, for example
+            try:  # any other error than DistStoreError ends the cell, such as after a rank's death
                 self._store.wait([*keys], timedelta(seconds=MEET_POLL_INTERVAL))
                 break
             except DistStoreError:

@@ -122,7 +122,7 @@ def _write(script: ExportedScript, path: Path, file: Path, names: Mapping[str, o
     """Write the script to `path`, and its file of values to `file` if the script needs one.
 
     `names` has the notebook's variables.  Returns the size in bytes of the file of values, 0 if
-    there is none.  Raises UsageError if that fails.
+    there is none.  Raises UsageError if a file cannot be written or a value cannot be saved.
     """
     size = 0
     try:
@@ -144,10 +144,10 @@ def _write(script: ExportedScript, path: Path, file: Path, names: Mapping[str, o
 
 
 def group_of(world: World) -> tuple[str, tuple[str, ...]]:
-    """Return the backend for the script, and a line for each setting that the script lacks.
+    """Return the backend for the script, and a line for each setting of the world that it lacks.
 
-    The settings are those of the world.  The backend is "" if the script shall choose gloo or nccl
-    by the ranks' device, and "none" for no process group.
+    The backend is "" if the script shall choose gloo or nccl by the ranks' device, and "none" if
+    the world has no process group.
     """
     config, omitted = world.engine.config, []
     if given := given_environ(config):
@@ -210,7 +210,7 @@ _PREDEFINED = {
 _PREDEFINED -= {"display", "get_ipython"}
 
 _IN_PLACE = {"display": "display = print", "track": "track = lambda **_: None"}
-"""By name: a replacement in the script for a function that every worker defines for cells."""
+"""The code with which a script replaces a function that every worker defines for cells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,13 +255,13 @@ class Composer:
         self._statements = statements
         self._omitted = dict[str, None]()
         self._missing = dict[str, None]()
-        self._defined = set[
-            str
-        ]()  # names in the section of definitions that no cell has bound again
+        # Names in the section of definitions that no cell has bound again.
+        self._defined = set[str]()
         self._lines: list[str] = []  # lines to write before the next cell
-        # By name: the record of how the last written value had been sent, None if there is none.
+        # By name: how the value that was written last had been sent; None if no task had sent it.
         self._written = dict[str, SentName | None]()
-        # By name: the version of the written value, unless a cell has bound the name since then.
+        # By name: the version of the value that was written last.  Names are left out if a cell
+        # has bound them since then.
         self._versions = dict[str, object]()
         self._bound = frozenset[str]().union(*(task.made for task in past.tasks))
         self._cells = [*self._translate_cells(transform)]
@@ -327,20 +327,23 @@ class Composer:
         """Record the names that a section of the script uses before the script has bound them.
 
         `title` is the title of a cell, or "" for the section of definitions.  `available` has the
-        names of earlier sections, and gets the names of this section, so that a missing name is
-        recorded only once.  If a name of `_IN_PLACE` is missing, its replacement is added to the
-        section.  In the section of definitions, a name that only the bodies of functions read is
-        not missing if a cell or value binds the name later.
+        names of earlier sections.  This method adds the names of this section to it, so that a
+        missing name is recorded only once.  If a name of `_IN_PLACE` is missing, its replacement is
+        added to the section.
+
+        In the section of definitions, the body of a function may use a name that a cell or value
+        binds later: such a name is not missing.
         """
         text = "\n".join([*([POSTPONED] if self._is_postponed else []), *self._lines, text])
         used, bound = names_used(text), names_bound(text)
-        # A name that is bound in a loop or a condition counts as bound, although that may not run.
+        # A name that is bound in a loop or a condition counts as bound, although the statement that
+        # binds the name may not run.
         missing = used - available - (bound - names_read_first(text))
         if not title:
             origins = (name for name, each in self._origins.items() if each.text or each.is_saved)
             missing -= self._bound.union(origins) - names_read_at_once(text)
         self._lines[:0] = [_IN_PLACE[name] for name in sorted(missing & _IN_PLACE.keys())]
-        self._is_starred |= "import *" in text  # may bind any name, so none is surely missing
+        self._is_starred |= "import *" in text  # this import may bind any name
         for name in () if self._is_starred else sorted(missing - _IN_PLACE.keys()):
             self._missing[name] = None
             why = f"{title} uses {name}, which no cell before it binds"
@@ -440,8 +443,8 @@ class Composer:
 
         `sent` has the variables that tasks had sent before the cell, and `is_used` says whether the
         cell itself uses the name.  A small value is written as it was when a task sent it.  All
-        other values are written as they are now: big values, and values that no recorded task has
-        sent, such as those that a set-up cell has brought to new workers.
+        other values are written as they are now.  These are big values, and values that no recorded
+        task has sent, for example because a set-up cell has brought them to new workers.
         """
         origin, record = self._origins.get(name), sent.get(name)
         if origin is None or self._written.get(name, self) is record:
@@ -474,9 +477,10 @@ class Composer:
 
 
 def _without_submodules(version: object) -> object:
-    """Return the version of a value (see `Sent.version`), but without the submodules of a module.
+    """Return the version of a value, but for a module a version without its submodules.
 
-    With submodules, the versions of a module would differ if cells used different submodules.
+    A version differs if the value has changed (`Sent.version`).  With submodules, the versions of a
+    module would also differ if two cells used different submodules.
     """
     match version:
         case ("module", str(name), frozenset()):
@@ -485,10 +489,10 @@ def _without_submodules(version: object) -> object:
 
 
 def _atom(version: object) -> str | None:
-    """Return a small value as code, from its version (see `Sent.version`).
+    """Return a small value as code, or None for any other value.
 
-    The version of a small value has the name of its type and its text.  Return None for the version
-    of any other value.
+    `version` is the version of the value (`Sent.version`).  For a small value, it has the name of
+    the value's type and the value's text.
     """
     match version:
         case (str(kind), str(text)) if kind != "module":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_SEEN = 50
 ALSO = {"learning_rate": "lr"}
-"""By name in the logs of transformers: a shorter name that people may also give to `--plot`."""
+"""Shorter names that `--plot` also accepts for numbers in the logs of transformers."""
 
 LoggedValues = tuple[float | None, Mapping[str, Any]]
 """The step, or None if `track` shall count the calls, and the logged values by name."""
@@ -78,7 +78,7 @@ READERS: dict[str, tuple[str, dict[str, Reader]]] = {
     "lightning.pytorch.core.module": ("LightningModule", {"log": _of_module}),
     "pytorch_lightning.core.module": ("LightningModule", {"log": _of_module}),
 }
-"""By module, the class that logs, and by method a function that reads the method's arguments."""
+"""By module: the class that logs, and a function that reads the arguments of each method."""
 
 
 class Taps(MetaPathFinder):

@@ -149,9 +149,9 @@ BAR, STRIP_TOP, STRIP = 80, 84, 16
 COMMUNICATING, WAITING, UNRECORDED = GREY, AMBER, "rgba(134,142,150,0.25)"
 
 LEAST_CAUSED, CAUSED_SHADES = 0.05, 4
-"""The strip is red in a slice in which others wait for the rank in at least this share.
+"""The strip is red where other ranks wait for the rank in at least this share of a slice.
 
-The red has `CAUSED_SHADES` shades.
+The longer they wait, the darker is the red, which has `CAUSED_SHADES` shades.
 """
 
 _ROW_NAME = "padding:0 8px 0 0;border:none;text-align:left;white-space:nowrap;vertical-align:top"
@@ -241,9 +241,10 @@ def _runs(slices: Iterable[TimeSlice | None]) -> Iterator[tuple[int, list[TimeSl
 
 
 def _area(start: int, shares: Iterable[float], colour: str) -> str:
-    """Return an SVG path that fills a rank's bar from its bottom, each slice up to its own share.
+    """Return an SVG path that fills a rank's bar from its bottom up to a height for each slice.
 
-    `shares` has for each slice from `start` on the share of the bar's height, from 0 to 1.
+    `start` is the number of the first slice.  `shares` has the height in each slice, as a share of
+    the bar's height from 0 to 1.
     """
     heights = (round(BAR * share) for share in shares)
     steps = (f"V{BAR - height}h{len([*run])}" for height, run in groupby(heights))

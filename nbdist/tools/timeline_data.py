@@ -178,13 +178,14 @@ def _waits(
     meetings: Mapping[tuple[str, int], Mapping[int, int]],
     spans: Mapping[int, list[tuple[int, int]]],
 ) -> tuple[dict[int, list[RankWait]], dict[int, int]]:
-    """Return by rank its waits for others, in nanoseconds, and how many collectives it began late.
+    """Return by rank its waits for other ranks, and how many collectives it began late.
 
-    `meetings` has for each collective when each rank began it, `spans` when ranks were waiting.
+    All times are in nanoseconds.  `meetings` has for each collective when each rank began it.
+    `spans` has for each rank when it was in collectives.
     """
     waits: dict[int, list[RankWait]] = {rank: [] for rank in spans}
     came_last: dict[int, int] = dict.fromkeys(spans, 0)
-    done: dict[int, int] = defaultdict(int)  # by rank: until when its waits are counted
+    done: dict[int, int] = defaultdict(int)  # by rank: the time up to which its waits are counted
     for at in sorted(meetings.values(), key=lambda at: max(at.values())):
         last_rank = max(at, key=lambda rank: at[rank])
         came_last[last_rank] += at[last_rank] - min(at.values()) >= LATE * 1e9

@@ -152,7 +152,10 @@ def _meta(rank: int, name: str, tid: int, args: dict[str, Any]) -> dict[str, Any
 
 
 def _tid(device: int, stream: int) -> int:
-    """Return a number for a GPU's stream as a thread; no thread on Linux has so large a number."""
+    """Return the number of a GPU's stream among the threads of the trace.
+
+    The number is larger than that of any thread on Linux, so it is not the number of a real thread.
+    """
     return 10_000_000 + 10_000 * device + stream
 
 

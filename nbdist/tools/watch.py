@@ -1,9 +1,9 @@
 """`%%distributed --watch model,optimizer` finds the first compared step after which ranks differ.
 
 Runs in the notebook's process; the ranks compare their parts themselves (`nbdist.tools.watch_op`).
-The result shows which parts differ.  It also shows facts, such as random states, that began to
-differ before the parts, since a fact may be the cause.  With data parallelism each rank has its own
-data and random states, so facts that have always differed are left out, unless already the first
+The result shows which parts differ.  It also shows facts that began to differ before the parts,
+such as random states, since a fact may be the cause.  With data parallelism each rank has its own
+data and random states.  So a fact that has always differed is shown only if already the first
 comparison finds a difference.
 """
 
@@ -153,9 +153,9 @@ def _draw(line: MagicCall, divergence: Divergence) -> CommandOutput:
 
 @dataclass
 class Divergence:
-    """The records of all ranks about the watched `expressions`, and what follows from them.
+    """The records of all ranks about the watched `expressions`, and the difference that they show.
 
-    If a difference was found, the facts and inputs in the records end at that step.
+    If a difference was found, the records have no facts and inputs of later steps.
     """
 
     expressions: Sequence[str]
@@ -163,13 +163,19 @@ class Divergence:
 
     @property
     def step(self) -> int:
-        """The step after which ranks differ; if they do not, the last step that all have made."""
+        """The step after which ranks differ.
+
+        If no rank found a difference, it is the last step that all ranks have made.
+        """
         steps = [each.found for each in self.noted.values() if each.found]
         return min(steps) if steps else min(each.steps for each in self.noted.values())
 
     @property
     def is_of_the_end(self) -> bool:
-        """Whether the ranks found no difference while the cell ran; then its end is compared."""
+        """Whether the ranks found no difference while the cell ran.
+
+        If so, their parts at the end of the cell are compared.
+        """
         return not any(each.found for each in self.noted.values())
 
     @property
@@ -238,7 +244,7 @@ class Divergence:
             phrases = [f"watch: {', '.join(self.expressions)}: not compared"]
         else:
             alike = f"the same on {name_ranks(self.noted)}" if len(self.noted) > 1 else "one rank"
-            much = f"{count(parts, 'part')} " if parts else ""  # none are known after a problem
+            much = f"{count(parts, 'part')} " if parts else ""  # the number is 0 after a problem
             phrases = [
                 f"watch: {', '.join(self.expressions)}: {much}{alike}, compared after {times} of "
                 f"{count(min(steps.values()), 'step')}"

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 KEPT_FACTS, KEPT_PARTS = 64, 20_000
 """The most comparisons of which a rank keeps the facts, and the most parts that it keeps.
 
-The parts of several comparisons are kept, since a difference is found only when the last rank comes
-to the comparison, and other ranks may be some steps ahead by then.
+The parts of the newest two comparisons are always kept.  Parts of older comparisons are kept, too,
+since only the last rank that comes to a comparison finds the difference: other ranks may be some
+steps ahead by then.
 """
 
 MAX_INPUTS = 2_000
@@ -204,8 +205,9 @@ class RankWatch:
     def _guarded(self, action: Callable[[], None]) -> None:
         """Call `action`; if it raises an error, record the problem, which ends the comparisons.
 
-        An error must not end the training.  Only two errors are raised, and end the cell:
-        RanksDiffer, and ConnectionResetError, which releases a rank that waits for others.
+        The error is not raised, since it must not end the training.  There are two exceptions,
+        which end the cell: RanksDiffer, and ConnectionResetError, which is raised when a rank that
+        waits for others is released.
         """
         try:
             action()
@@ -250,8 +252,8 @@ class RankWatch:
     def compare_due_buffers(self) -> None:
         """Compare the buffers if a step was compared since the last call.
 
-        Called by the hook of a forward.  If the module is inside of a DDP module, DDP has copied
-        the buffers of rank 0 to all ranks by then.
+        A hook calls this when the forward of a watched module begins.  If the module is inside of a
+        DDP module, DDP has by then copied the buffers of rank 0 to all ranks.
         """
         if self._buffers_are_due and not self._is_over:
             self._buffers_are_due = False
@@ -327,9 +329,9 @@ class Seen:
     ) -> None:
         """Add hooks to the module of a target; one of them calls `begins` when a forward begins.
 
-        If a variable in `names` is a DDP module around this module, `begins` is only called in a
-        forward of the DDP module.  Modules of TorchScript, and modules whose hooks would be
-        compiled, get no hooks.
+        If a variable in `names` is a DDP module around the target's module, `begins` is called only
+        in forwards of the DDP module.  This method adds no hooks to a module of TorchScript, or to
+        a module whose `compile()` was called, since its hooks would be compiled, too.
         """
         if not target.is_module:
             return

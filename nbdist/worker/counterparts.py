@@ -45,7 +45,10 @@ MAX_SEARCH_SECONDS = 0.1
 """Seconds after which `_variables_with` gives up its search."""
 
 MAX_CLEARINGS = 3
-"""The most times that frames of a call are cleared; another thread may take frames meanwhile."""
+"""How many times `pop_ended_keys` clears the frames that a call has left behind.
+
+Once is not always enough, because another thread may take hold of further frames meanwhile.
+"""
 
 PAGES_FROM_BYTES = 4 << 20
 """From this size on, `are_written` checks memory before its contents are compared.
@@ -55,13 +58,15 @@ Comparing that much memory would take longer than the check.
 
 
 class Keyed(NamedTuple):
-    """An object with its key, as a rank writes it to a file or sends it to another process.
+    """An object with its key, which a rank writes to a file or sends to another process.
 
-    That process is another rank, or the new process of a rank that is restarted. `tool` names the
-    function that reads an object's state. `state` is the object's state when this rank received the
-    object, None if this rank has not received it. `block` is the key of the whole memory of a
-    tensor on the CPU, and `digest` is the digest of the memory's contents when this rank received
-    them, "" if unknown. For other objects, and memory without a key, they are 0 and "".
+    The other process is another rank, or the new process of a rank that is restarted. `tool` names
+    the way in which the object's state is read. `state` is the object's state when this rank
+    received the object, or None if this rank has not received the object.
+
+    `block` and `digest` are about the memory of a tensor on the CPU, if the whole memory has a key:
+    `block` is this key, and `digest` is the digest of the memory's contents when this rank received
+    them, or "" if it is unknown. In all other cases `block` is 0 and `digest` is "".
     """
 
     key: int
@@ -90,7 +95,7 @@ class Counterparts:
         # this rank. The notebook may refer to them again, so they are kept alive.
         self._retained: dict[int, Any] = {}
         self._released: list[Any] = []  # objects that `forget` has taken from `_retained`
-        self._pinned: list[Any] = []  # all objects with a key, between two tasks
+        self._pinned: list[Any] = []  # keeps all objects with a key alive between two tasks
         # By key, the version counter of a tensor when the tensor was received.
         self._versions: dict[int, int] = {}
         # Keys of memory and containers that this rank has changed in place.
@@ -136,9 +141,9 @@ class Counterparts:
     def accept_lent(self, arrived: ReceivedMessage) -> None:
         """Accept a message with the arguments of a call, as `accept` does.
 
-        If reference cycles or frames of the call keep new objects or new memory of the message
-        alive, `pop_ended_keys` frees them after the call, so that the same objects exist on all
-        ranks.
+        After a call, reference cycles or frames of the call may keep new objects of the message
+        alive on some ranks only. So `pop_ended_keys` then frees these objects, and all ranks have
+        the same objects again.
         """
         self.accept(arrived)
         self._lent_keys += [key for key, _, _ in (*arrived.objects, *arrived.blocks)]
@@ -177,10 +182,10 @@ class Counterparts:
     def _retain(self, keys: Iterable[int]) -> None:
         """Keep objects alive that the notebook has removed from variables or containers here.
 
-        The rank may have changed the objects, and the notebook may bind them here again, under
-        another name. If an object has ended in the notebook, only the objects inside of it that the
-        rank has changed are kept: the notebook can send unchanged objects, such as the memory of
-        batches, again.
+        The rank may have changed these objects, and the notebook may bind them here again, under
+        another name. If an object no longer exists in the notebook, only those objects inside of it
+        are kept that the rank has changed. The notebook can send unchanged objects again, such as
+        the memory of batches.
         """
         below: set[int] = set()
         for key in keys:
@@ -203,7 +208,7 @@ class Counterparts:
     def _write_block(self, key: int, contents: Any) -> None:
         """Write new contents into the memory that has this key; do nothing if it has ended."""
         root = self._find(key)
-        # No tensor has this memory any more: updates of the tensors themselves bring the data.
+        # No tensor uses this memory any more. The tensors get their data by updates of their own.
         if root is None:
             return
         new = np.frombuffer(contents, np.uint8)
@@ -230,11 +235,11 @@ class Counterparts:
     # --- releasing ----------------------------------------------------------------------------
 
     def forget(self, keys: Iterable[int]) -> None:
-        """Release objects that have ended in the notebook; `keys` are their keys.
+        """Release objects that no longer exist in the notebook; `keys` are their keys.
 
-        The objects stay alive until `end_idle`, because a message of the same task may refer to
-        their memory. If something else keeps an object alive after that, the object keeps its key,
-        because the states of other objects refer to the key.
+        The objects stay alive until `end_idle` is called, because a message of the same task may
+        refer to their memory. If something else keeps an object alive after that, the object also
+        keeps its key, because the states of other objects refer to the key.
         """
         ended_keys = {*keys}
         self._orphans |= ended_keys
@@ -265,12 +270,14 @@ class Counterparts:
         return deleted
 
     def pop_ended_keys(self) -> tuple[int, ...]:
-        """Return the keys of objects that have ended here since the last call.
+        """Return the keys of objects that have ended here since the last call, for the notebook.
 
-        Keys of objects that had ended in the notebook before are left out. All objects and memory
-        that are alive now are kept alive until `end_idle`. The notebook learns the returned keys,
-        and the next task may refer to all other objects. So no object may end between two tasks,
-        neither by garbage collection nor by a thread that drops a frame of the task.
+        Keys of objects that the notebook itself has freed before are left out.
+
+        The notebook's next task may refer to any object whose key is not returned. So this method
+        also keeps all objects and memory that are alive now until `end_idle` is called. Otherwise
+        garbage collection, or a thread that drops a frame of the task, could end an object between
+        two tasks.
         """
         self._pinned = []
         self._record_altered_memory()
@@ -305,7 +312,8 @@ class Counterparts:
     def _is_left(self, key: int) -> bool:
         """Return True if the object or memory of a key is alive, and is no class or function.
 
-        Classes always have reference cycles, so they would cost a garbage collection each time.
+        Classes always have reference cycles. If they counted, each call that brings a class would
+        cost a garbage collection.
         """
         value = self._find(key)
         definitions = type, types.FunctionType, types.CellType
@@ -314,10 +322,10 @@ class Counterparts:
     def pop_lost_keys(self) -> tuple[int, ...]:
         """Return the keys of memory and containers that this rank has changed and then freed.
 
-        If the notebook sends such an object again, the notebook tells the user that the rank's
-        changes are lost. Each key is returned once. If one task both changed a tensor's memory and
-        freed the tensor, the key of the memory is missing, because the version of a freed tensor
-        cannot be read.
+        If the notebook sends such an object again, it tells the user that the rank's changes are
+        lost. Each key is returned once. The key of a tensor's memory is missing if a single task
+        both changed the memory and freed the tensor: after the task, nobody can read the tensor's
+        version counter.
         """
         lost, self._lost_keys = self._lost_keys, []
         return tuple(lost)
@@ -335,13 +343,16 @@ class Counterparts:
                 self._altered_keys.update(state.children)
 
     def _record_altered_containers(self, entries: Iterable[Any]) -> None:
-        """Record which of these containers the rank has changed; `links` drops them after that."""
+        """Record which of these containers the rank has changed in place.
+
+        `links` calls this for containers to which nothing else refers, and then drops them.
+        """
         for key, state in self._read_states(entries).items():
             if key in self._states and self._states[key] != state:
                 self._altered_keys.add(key)
 
     def end_idle(self) -> None:
-        """Stop keeping the objects of `forget` and `pop_ended_keys` alive, when a task begins."""
+        """Let go of the objects that have been kept alive since the last task ended."""
         self._pinned = []
         self._released.clear()
 
@@ -350,8 +361,9 @@ class Counterparts:
     def inspect(self, objects: Mapping[int, ChangedParts], names: Iterable[str]) -> Inspected:
         """Return which objects this rank has changed or freed, and facts about variables.
 
-        `objects` has by key the parts of each object to compare, or None to compare all parts. The
-        result has no facts about variables in `names` that this rank lacks.
+        `objects` has the objects to compare by their keys: for each object the parts to compare, or
+        None if all its parts are compared. `names` are the variables. A variable that this rank
+        lacks is left out of the result.
         """
         changed, ended = self._find_changes(objects)
         found_values = {}
@@ -485,9 +497,9 @@ class Counterparts:
     def register(self, keyed: Iterable[Keyed], substitutes: Mapping[int, Any]) -> tuple[int, ...]:
         """Give objects that came from a rank or a file the keys that they had there.
 
-        If the contents of a new object were copied into an old object of this rank, the old object
-        gets the key: `substitutes` has the old object by the id of the new object. Return the keys
-        of the objects, and of the memory of tensors.
+        The contents of a new object may have been copied into an old object of this rank. Then the
+        old object gets the key, and `substitutes` has the old object by the id of the new one.
+        Return the keys of the objects, and of the memory of tensors.
         """
         keys = []
         for each in keyed:
@@ -502,9 +514,10 @@ class Counterparts:
         return tuple(keys)
 
     def move_keys(self, substitutes: Mapping[int, Any]) -> None:
-        """Move the key of each new object to the old object that was made equal to it.
+        """Move the key of each new object to the old object into which it was copied.
 
-        `substitutes` is as in `register`. The key of the new object's memory is moved, too.
+        `substitutes` has the old object by the id of the new one. The key of the new object's
+        memory is moved to the memory of the old object, too.
         """
         moved = []
         for number, value in substitutes.items():
@@ -552,10 +565,13 @@ class Counterparts:
     ) -> tuple[dict[int, Any], dict[str, Replaced]]:
         """Give variables new values, if possible by changing their old values in place.
 
-        An old value is changed in place if it has the same structure as the new value. So is an
-        object of this rank if `keyed` has a new object with the same key. Return, by the id of a
-        new object, the old object that was made equal to it. Return also, by name, facts about old
-        values that could not be changed in place, except numbers and texts.
+        An old value can be changed in place if it has the same structure as the new value. An
+        object of this rank is also changed in place if `keyed` has a new object with the same key.
+
+        Return two dicts. The first has, by the id of a new object, the old object that was made
+        equal to it. The second has, by the name of a variable, facts about its old value if this
+        value could not be changed in place. Old values that are numbers or texts are left out of
+        the second dict.
         """
         pairs = {
             name: (self._names[name], value)
@@ -591,7 +607,8 @@ def _clear_frames_of_call() -> bool:
     that belongs to the traceback of an exception keeps its variables, because the user has kept the
     exception. Return True if frames were cleared.
     """
-    here = inspect.currentframe()  # called by `pop_ended_keys`, which the task's function calls
+    # `WorkerKernel.run` has called `pop_ended_keys`, and `pop_ended_keys` this function.
+    here = inspect.currentframe()
     task = here and here.f_back and here.f_back.f_back
     if task is None:
         return False
@@ -615,12 +632,13 @@ def _clear_frames_of_call() -> bool:
 
 
 def _is_of_call(frame: types.FrameType, task: types.FrameType) -> bool:
-    """Return True if a frame belongs to a call, or to the functions that perform it as a task.
+    """Return True if a frame belongs to a call, or to the code of nbdist that made the call.
 
-    `task` is the frame of `WorkerKernel.run`, which performs the task. All frames that it has
-    called belong to the call. But Python 3.11 forgets who has called a coroutine that has ended.
-    So frames in the file of `task` belong to the call, too, and frames that were called from the
-    file of the op (`CALL_FILE`).
+    `task` is the frame of `WorkerKernel.run`, which performs the task. A frame belongs to the call
+    if it was called from `task`, directly or not. Python 3.11 forgets who has called a coroutine
+    that has ended. So a frame also belongs to the call if its code is in the same file as
+    `WorkerKernel.run`, or if it was called from the file of the op that calls functions
+    (`CALL_FILE`).
     """
     if frame.f_code.co_filename == task.f_code.co_filename:
         return True
@@ -637,7 +655,10 @@ def _is_type_or_module(value: Any) -> bool:
 
 
 def _bytes_of(owner: weakref.ref[Any], get_bytes: Callable[[Any], Any]) -> Any:
-    """Return the bytes of a storage or an array; None once `owner`'s object has ended."""
+    """Return the bytes of a storage or an array, or None if it has ended.
+
+    `owner` is a weak reference to the storage or array, and `get_bytes` reads its bytes.
+    """
     memory = owner()
     return None if memory is None else get_bytes(memory)
 
@@ -649,12 +670,12 @@ def _bytes_of_array(array: Any) -> Any:
 def _merge_received(
     after: ObjectState, before: ObjectState | None, earlier: ObjectState | None
 ) -> ObjectState:
-    """Return the state to record for an object, parts of which an update has changed.
+    """Return the state to record for an object after an update has changed parts of it.
 
     `before` and `after` are the object's states before and after the update, and `earlier` is the
-    state that was recorded last. Parts that the update has not changed stay as in `earlier`, so
-    that the rank's own changes still count as changes. If a state is unknown or has no parts,
-    return `after`.
+    state that was recorded last. The result has the updated parts from `after`, and all other parts
+    from `earlier`. So parts that the rank itself has changed still differ from the recorded state.
+    If a state is unknown or has no parts, return `after`.
     """
     if before is None or earlier is None:
         return after
@@ -684,15 +705,19 @@ def _leads_to(top: Any, ids: Collection[int], names: dict[str, Any], deadline: f
 
 
 _PRESENT, _SWAPPED, _OF_A_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
-"""Bits of `/proc/PID/pagemap`, which every process may read for itself; proc_pid_pagemap(5)."""
+"""Bits of an entry of `/proc/PID/pagemap`, which has an entry for each page of memory.
+
+The man page proc_pid_pagemap(5) explains the bits. A process may always read its own.
+"""
 
 
 def are_written(address: int, size: int) -> bool:
     """Return False if this process has certainly not written to this memory since it was mapped.
 
-    The memory is a private mapping of a file. Linux copies a page of it once the process writes to
-    the page. So return True if the process has written to any data on the memory's pages, and also
-    if Linux does not give this information.
+    The memory is a private mapping of a file. When the process writes to a page of such memory,
+    Linux makes a copy of the page, and this function looks for such copies. So it also returns True
+    if the process has written to other data on the same pages, and if Linux does not tell which
+    pages are copies.
     """
     first, last = address // mmap.PAGESIZE, -(-(address + size) // mmap.PAGESIZE)
     try:

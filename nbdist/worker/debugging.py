@@ -18,7 +18,7 @@ from types import FrameType
 from nbdist.worker.compat import debugpy
 
 ACCEPT_TIMEOUT = 5.0  # seconds for the agent to connect
-CLOSE_TIMEOUT = 6.0  # seconds for the last session to end, also one that still waits for the agent
+CLOSE_TIMEOUT = 6.0  # seconds for the last session to end; it may wait ACCEPT_TIMEOUT for the agent
 
 
 class CannotDebug(Exception):
@@ -46,9 +46,10 @@ class RankDebugger:
     def open(self, path: str, loop: asyncio.AbstractEventLoop) -> None:
         """Listen at the socket `path` for one connection, which a new session then serves.
 
-        `loop` is the main thread's event loop.  First closes the connection of the last session,
-        and waits up to `CLOSE_TIMEOUT` seconds for that session to end.  Raises CannotDebug if it
-        does not end in time, if debugpy is not installed, or if user code uses debugpy.
+        `loop` is the main thread's event loop.  This method first closes the connection of the last
+        session, and waits up to `CLOSE_TIMEOUT` seconds for that session to end.  It raises
+        CannotDebug if the last session does not end in time, if debugpy is not installed, or if
+        user code uses debugpy.
         """
         with self._open_lock:
             self._end_last_session()
@@ -98,8 +99,8 @@ class RankDebugger:
                 session.end()
         finally:
             if self._loop is not None:
-                # This runs on the main thread between tasks.  If a task runs now, `end_task` does
-                # the same at the end of the task.
+                # The loop stops tracing on the main thread, between two tasks.  If a task runs now,
+                # `end_task` stops tracing at the end of the task.
                 with suppress(RuntimeError):  # the loop is closed: the worker exits
                     self._loop.call_soon_threadsafe(debugpy.stop_tracing)
             self._connection = None
@@ -113,17 +114,17 @@ class RankDebugger:
             debugpy.stop_tracing()
 
     def record_stop(self) -> None:
-        """Let the rank stop at no breakpoint until its task has ended, because Stop was pressed.
+        """Ignore breakpoints until this rank's task has ended, because the user has pressed Stop.
 
-        Called by the handler of SIGINT, on the main thread.
+        The handler of SIGINT calls this method, on the main thread.
         """
         if self._session is not None:
             self._session.pause_tracing()
 
     def record_abort(self) -> None:
-        """Let the rank stop at no exception for now, because its aborted collectives raise some.
+        """Do not stop this rank at exceptions until the notebook sets exception breakpoints again.
 
-        This holds until the notebook sets the exception breakpoints again.
+        This method is called when collectives are aborted, which raises exceptions in the rank.
         """
         if self._session is not None:
             self._session.ignore_exceptions()

@@ -125,9 +125,9 @@ def draw_bars_as_text() -> None:
 class Around:
     """Gives a rank the folder, `sys.path` and environment variables that the notebook has now.
 
-    A value that code on the rank has changed stays at least until the notebook changes it, too.
-    `__init__` sets `sys.path`, so the worker's own imports must come before: otherwise the worker
-    itself might import a `random.py` of the notebook's folder.
+    If code on the rank changes a value, the change stays at least until the notebook changes the
+    same value. `__init__` sets `sys.path`, so the worker must make its own imports before:
+    otherwise it might import a `random.py` from the notebook's folder.
     """
 
     def __init__(self, start: WorkerStart, worker_path: Sequence[str]) -> None:
@@ -142,7 +142,8 @@ class Around:
         self._path = self._path_with(start.world.sys_path)
         sys.path[:] = self._path
         sys.argv[:] = start.world.argv
-        # In processes that multiprocessing spawns, this folder replaces an entry "" of `sys.path`.
+        # A process that multiprocessing spawns gets a copy of `sys.path`. In this copy,
+        # multiprocessing replaces an entry "" by the folder `ORIGINAL_DIR`.
         process.ORIGINAL_DIR = self._folder  # type: ignore[attr-defined]
 
     def follow(self, around: Surroundings | None) -> None:
@@ -200,7 +201,7 @@ class Around:
         """
         folder_here, current = moved_path(folder, first, self._world.cwd), _working_folder()
         if folder_here == self._folder_here and current is not None and not self._missing_folder:
-            return  # stay, also in a folder to which the rank itself has changed
+            return  # stay in the present folder, even if code on the rank has changed to it
         target, why = next(filter(os.path.isdir, (folder_here, folder)), ""), ""
         if not target:
             why = f"{socket.gethostname()} has no folder {folder}: this rank stays in {current}"
@@ -221,10 +222,10 @@ class Around:
 
 
 def change_environ(before: Mapping[str, str | None], after: Mapping[str, str | None]) -> None:
-    """Set the environment variables in `after`; remove those whose value there is None.
+    """Set the environment variables in `after`, and remove those that are None in `after`.
 
-    If a variable does not have its value in `before` now, code on this rank has changed it. Such a
-    variable is left as it is.
+    If a variable now has another value than in `before`, code on this rank has changed the
+    variable, and it keeps its value.
     """
     for name, value in after.items():
         if os.environ.get(name) != before.get(name):
@@ -264,13 +265,13 @@ CLOCKS = 2 * 10**9  # nanoseconds by which a file server's clock may be ahead of
 
 @dataclass
 class ModuleSource:
-    """The file of an imported module of the user; all times are in nanoseconds since 1970.
+    """The file of an imported module of the user, with facts by which a later edit is noticed.
 
     `short_path` is the end of the file's path, from the outermost package on: `pkg/__init__.py`.
     `imported` is the file's modification time at the import, and `digest` is a digest of its
-    contents. If the file may have been edited between the import and the first look at the file,
-    `digest` is empty and `imported` is when the import began. `reported` is the modification time
-    of the last edit that was reported to the user.
+    contents. If the file may have been edited before nbdist computed the digest, `digest` is empty,
+    and `imported` is the time at which the import began. `reported` is the modification time of the
+    last edit that was reported to the user. All times are in nanoseconds since 1970.
     """
 
     file: str
@@ -323,10 +324,11 @@ class OwnModules(MetaPathFinder):
     def pop_edited_files(self, before_ns: int, *, reloads: bool) -> tuple[str, ...]:
         """Return short paths of module files that were edited after their import, each edit once.
 
-        Edits after `before_ns`, when the task began, are left to a later call. `reloads` says
-        whether `%autoreload` is on: then the result is empty, because `%autoreload` has reloaded
-        the edited files. In the first call with `reloads`, this method reloads files that were
-        edited before `%autoreload` was turned on, which `%autoreload` does not do.
+        Edits after `before_ns`, when the task began, are left to a later call.
+
+        `reloads` says whether `%autoreload` is on. If it is on, the result is empty, because
+        `%autoreload` reloads edited files. But it does not reload files that were edited before it
+        was turned on: this method reloads them in its first call with `reloads`.
         """
         if reloads and not self._is_reloading:
             self.reload(before_ns)
@@ -383,7 +385,7 @@ class OwnModules(MetaPathFinder):
             is_library = PACKAGES.match(file) or file.startswith(NBDIST_PREFIX)
             if file.endswith(".py") and not is_library:
                 modified_ns = _modified_ns(file)
-                # A file with a later time was changed after its import had begun.
+                # A file with a later modification time was changed after its import had begun.
                 is_as_imported = modified_ns <= began_ns + CLOCKS
                 digest = _digest_of(file) if is_as_imported else b""
                 imported = modified_ns if is_as_imported else began_ns

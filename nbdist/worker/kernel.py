@@ -99,7 +99,8 @@ class WorkerKernel(IPythonKernel):
         one is handled.
         """
         started, began = time.perf_counter(), time.time_ns()
-        # The fields of the outcome. `replace` would take time for each new outcome.
+        # Collect the fields of the outcome in a dict, and make a single `Done` from it at the end.
+        # Making a new `Done` for each change would take time.
         done: dict[str, Any] = {"status": "error", "received": False}
         error: BaseException | None = None
         value: Any = None
@@ -243,7 +244,10 @@ class WorkerKernel(IPythonKernel):
     def _result_of(
         self, task: Task, context: Context, error: BaseException | None, value: Any
     ) -> dict[str, Any]:
-        """Return the fields of the outcome with the packed values, or the failure for `error`."""
+        """Return the fields of the outcome about the result of the task.
+
+        These are the packed values, or the failure if the task has raised `error`.
+        """
         if error is not None:
             error_number = self.session.pop_error_number(error)
             advice = [] if error_number else remedies(context.shell, context.rank, error)
@@ -387,9 +391,9 @@ def make_app(start: WorkerStart) -> WorkerApp:
     # Print the texts of `x?` and `%psource` like any other output: no front end shows the pager of
     # a worker.
     shell.set_hook("show_in_pager", as_hook(display_page), 0)
-    # If the configuration has this key, tqdm and transformers draw bars as widgets or changing
-    # HTML. A rank's bars must be text, which the notebook compares. Libraries that look for a
-    # notebook in another way look at the name of the shell's class.
+    # By this key tqdm and transformers recognize a notebook, in which they draw bars as widgets or
+    # as HTML that changes. But a rank's bars must be text, which the notebook compares. Libraries
+    # that recognize a notebook by the name of the shell's class still do so.
     shell.config.pop("IPKernelApp", None)
     number_cells(shell)
     shell.shorten_tracebacks()
@@ -410,7 +414,7 @@ def make_app(start: WorkerStart) -> WorkerApp:
     tracking.connect(partial(kernel.publish, TRACKED_TYPE))
     kernel.own_modules, kernel.syncs_code = OwnModules(), start.world.config.sync_code
     sys.meta_path.insert(0, kernel.own_modules)
-    # With this `%autoreload 2` works without `%load_ext autoreload`.
+    # Let users call `%autoreload 2` without `%load_ext autoreload` before.
     shell.magics_manager.register_lazy("autoreload", "IPython.extensions.autoreload")
     # ipykernel replaces `input` and `getpass` only while it runs a cell. Scripts and functions that
     # an op runs need the replacements too.

@@ -182,8 +182,10 @@ def exit_with(reason: str, code: int = 1) -> None:
 
 # --- tasks from the agent, done in turn on the main thread ----------------------------------------
 
-LOOK_EVERY_MS = 200  # between a thread's checks whether another thread has read its reply
-CATCH_UP_SECONDS = 60.0  # the longest wait for the agent, which may be paused, to read all output
+# A thread that waits for a reply checks this often whether another thread has read the reply.
+LOOK_EVERY_MS = 200
+# How long `catch_up` waits at most. An agent that is paused (SIGSTOP) reads no output.
+CATCH_UP_SECONDS = 60.0
 INPUT_IN_CHILD = (
     "a process forked by the rank cannot read input: use `num_workers=0` for a `DataLoader`"
 )
@@ -367,6 +369,6 @@ class Tasks:
 
 
 def _exit_unless_cancelled(serve_task: asyncio.Task[None]) -> None:
-    """Exit if `_serve` has failed, since the notebook would wait for the task's end for ever."""
+    """Exit if `_serve` has failed: otherwise the notebook would wait for ever."""
     if not serve_task.cancelled():
         exit_with(f"the end of a cell could not be reported: {serve_task.exception()!r}")

@@ -53,8 +53,8 @@ MOVED_EVERY = 0.25  # seconds between two messages on how much of a big value ha
 class Taken:
     """Variables that this rank has received and not bound yet.
 
-    `keyed` has the objects in the values that have a key. `arrived` is the message that brought the
-    values, if they came from the notebook and are counterparts of its objects; otherwise None.
+    `keyed` lists the objects in the values that have a key. If the values are counterparts of
+    objects of the notebook, `arrived` is the message that brought them; otherwise it is None.
     """
 
     values: dict[str, Any]
@@ -78,7 +78,7 @@ class Bound:
 class Problem(Exception):
     """Ends a task with a message for the user instead of a traceback."""
 
-    kind = ""  # the `name` of the `Failure` that reports the problem
+    kind = ""  # the `name` of the `Failure` by which the notebook learns of the problem
 
 
 class VariableError(Problem):
@@ -157,9 +157,11 @@ class Namespace:
         return arrived.values
 
     def receive_plain(self, payload: Payload) -> dict[str, Any]:
-        """Unpack the arguments of a plain call, and return them by the names of `receive_values`.
+        """Unpack the arguments of a plain call: a call with only plain values, such as 3 or "sgd".
 
-        `nbdist.world.plain_calls` packs such a call. No object in the arguments gets a key.
+        `nbdist.world.plain_calls` packs such calls. No argument gets a key. The result has the same
+        form as that of `receive_values`: under "call" the function with its arguments, and under
+        "names" the variables that came with them.
         """
         self.counterparts.end_idle()
         parts = []
@@ -207,7 +209,8 @@ class Namespace:
     def keep_received(self, received: Taken, task_id: str) -> None:
         """Keep the values that a task has received, for `bind_received` or `pop_received`.
 
-        Values of earlier tasks are dropped. `release_values` drops the values of this task.
+        Values that an earlier task has received are dropped. If the new values are not wanted any
+        more, `release_values` drops them.
         """
         self._received = {task_id: received}
 
@@ -268,8 +271,8 @@ class Namespace:
     def forget_old_values(self, names: Iterable[str]) -> None:
         """Forget the old values of variables that a task has bound or deleted.
 
-        An `Identity` would keep an old value that is a small list or dict alive, and so the rank
-        would not report to the notebook, in `Done.dead`, that the object is gone.
+        The records of old values keep small lists and dicts alive. If the records stayed, the rank
+        could not report to the notebook, in `Done.dead`, that such an object is gone.
         """
         for name in names:
             self._identities.pop(name, None)
@@ -290,7 +293,10 @@ class Namespace:
         return {name: import_path for name, import_path in import_paths if import_path is not None}
 
     def kinds(self, names: Iterable[str]) -> dict[str, int]:
-        """Return by name the kinds (`kind_of`) of torch modules, optimizers and tensors."""
+        """Return by name the kinds of variables that are torch modules, optimizers or tensors.
+
+        A kind is a number that `kind_of` returns.
+        """
         kinds = {name: kind_of(self._names.get(name)) for name in names}
         return {name: kind for name, kind in kinds.items() if kind != OTHER}
 
@@ -376,8 +382,8 @@ class Namespace:
         """Pack a value for the notebook.
 
         A value that is too big for a message is put into shared memory, which stays until
-        `release_values` is called for the task. `home` pickles objects that have a meaning only
-        among ranks, such as a DTensor.
+        `release_values` is called for the task. `home` tells pickle what to send for objects that
+        have a meaning only among ranks, such as a DTensor.
         """
         payload, segment = self._pack_value(value, home)
         if segment is not None:
@@ -423,7 +429,8 @@ class Namespace:
         if value is None:
             return None, None
         try:
-            # A sketch has addresses instead of contents on a GPU, so nothing is copied from there.
+            # A sketch of a value has the addresses of memory on a GPU, and not its contents. So
+            # nothing is copied from the GPU.
             pickled = pickle(value, self._names, sketch=True, reduce=ReturnReducer().reduce)
             if pickled.is_sketch or pickled.size >= INLINE_LIMIT:
                 return None, 0
@@ -447,7 +454,7 @@ class Namespace:
         return Brought(packed=Payload(segment=lent.ref))
 
     def _pack_value(self, value: object, home: ReturnReducer | None) -> PackedPayload:
-        if is_light(value):  # saves time: nothing in the value needs a reduction of its own
+        if is_light(value):  # saves time: Python's own pickle can pack all parts of the value
             return pack_frames([plain_pickle.dumps((value,), plain_pickle.HIGHEST_PROTOCOL)])
         pickled = pickle(value, self._names, reduce=home.reduce if home else None)
         total, next_report = size_of(pickled.frames), time.monotonic() + MOVED_EVERY
@@ -471,10 +478,10 @@ def _is_system_name(name: str) -> bool:
 
 
 def _import_path(value: Any) -> str | None:
-    """Return an import path such as `numpy` or `torch.nn:Linear`; "" if it would not give `value`.
+    """Return the import path of a module, function or class: `numpy` or `torch.nn:Linear`.
 
-    Return None if the value is no module, function or class, and for functions and classes of
-    `__main__`, which cells have defined.
+    Return "" if importing this path would not give the same object. Return None for any other
+    value, and for functions and classes of `__main__`, which cells have defined.
     """
     if isinstance(value, ModuleType):
         return value.__name__ if sys.modules.get(value.__name__) is value else ""
@@ -501,9 +508,9 @@ def _is_still(identities: Mapping[str, Identity], name: str, value: object) -> b
 class Context:
     """The first argument of each op: the rank's shell and variables, and fields that the op fills.
 
-    An op adds the names that it binds to `bound`, the names that it deletes to `deleted`, and the
-    keys of objects that it gets from another rank or a file to `gained`. It may set `title`, the
-    name by which messages call it. The kernel closes `cleanup` once the op's value is packed. The
+    An op adds to `bound` the names that it binds, to `deleted` the names that it deletes, and to
+    `gained` the keys of objects that it gets from another rank or a file. It may set `title`, its
+    name in messages to the user. The kernel closes `cleanup` once the op's value is packed. The
     kernel also makes a context for each cell.
     """
 

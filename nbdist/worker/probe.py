@@ -1,8 +1,8 @@
 """Finds out in which line a worker's main thread is, and for which collective it waits.
 
 The control thread of each worker calls `Probe` on the agent's request, while the main thread runs a
-task. For the case that a thread holds the GIL, the last part of the file tells the agent where
-CPython keeps the calls of the main thread.
+task. If a thread holds the GIL, the control thread cannot answer. For this case the last part of
+the file tells the agent where in the worker's memory CPython keeps the calls of the main thread.
 """
 
 from __future__ import annotations
@@ -87,13 +87,14 @@ class Probe:
             is_cleaning_up=is_handling_stop(self._ident),
             has_taken_sigint=STEPS.has_taken_sigint,
             dropped_interrupts=STEPS.dropped_interrupts,
-            # nccl's number shows that a rank waits in a later collective of the same name.
+            # nccl's number tells the newest collective from earlier ones with the same name.
             counts={**begun, "nccl": nccl.number} if self.uses_nccl else begun,
             moved=moved,
             in_flight=in_flight,
             stalled=stalled,
-            # Only gloo's threads count: ipykernel's threads are often busy for other reasons. With
-            # nccl the threads say nothing, because the work is on the GPU.
+            # With gloo, a rank is calm if no thread of gloo is running. The threads of ipykernel do
+            # not count, as they are often busy for other reasons. With nccl no rank counts as calm:
+            # the work is on the GPU, so threads do not show it.
             is_calm=not (
                 self.uses_nccl or any(map(_is_running_gloo_thread, os.listdir("/proc/self/task")))
             ),
@@ -177,10 +178,11 @@ class Probe:
     ) -> str:
         """Return the name of the operation in which the main thread waits for ranks, or "".
 
-        The name is mostly torch's name of a collective. With gloo, the thread counts as waiting for
-        ranks if it waits in a group's store. It also counts if it waits for a lock (a futex of
-        Linux) and has begun a collective or called a function of torch.distributed. Flight Recorder
-        alone cannot tell this, because it does not record sends.
+        The name is mostly torch's name of a collective. With any backend, the thread waits for
+        ranks if it waits in a group's store. With nccl, it waits if a collective has begun and not
+        ended, or is being started. With gloo, it waits if it has begun a collective or called a
+        function of torch.distributed, and now waits for a lock (a futex of Linux). The list of
+        gloo's collectives in Flight Recorder alone cannot tell this, because it has no sends.
         """
         if self._group is None:
             return ""
@@ -207,8 +209,8 @@ class Probe:
     def _has_help(self, frames: list[FrameType]) -> bool:
         """Return True if the main thread's wait may end without the help of another rank.
 
-        A GPU in use may end the wait, or another thread of this process that runs user code or
-        communicates. Also return True if the main thread does not wait for ranks.
+        The wait may be ended by a GPU that is in use, or by another thread of this process that
+        runs user code or communicates. Also return True if the main thread does not wait for ranks.
         """
         threads = set(call_without_gc(sys._current_frames)) - {self._ident, threading.get_ident()}
         has_gpu = accelerator.is_in_use()
@@ -245,9 +247,9 @@ def _waits_for_ranks(frames: list[FrameType]) -> bool:
 def is_calling(code: CodeType | None) -> bool:
     """Return True if a thread whose innermost call runs `code` is starting a collective.
 
-    This is assumed in each public function of torch's `distributed_c10d`, and in
-    `_coalescing_manager`. Until nccl has connected the ranks, Flight Recorder has no entry for the
-    collective, and only the call shows it.
+    A thread in a public function of torch's `distributed_c10d`, or in `_coalescing_manager`, counts
+    as starting a collective. Flight Recorder does not help here: it has no entry for the collective
+    until nccl has connected the ranks.
     """
     if code is None or not code.co_filename.endswith(CALLING):
         return False
@@ -372,8 +374,8 @@ def is_handling_stop(ident: int) -> bool:
 def write_stacks_to(path: str) -> None:
     """Open a file from which the agent can learn this thread's stack without asking this process.
 
-    The first line of the file is the thread's `CallLayout`, with which the agent reads the stack in
-    this process's memory; it is empty for an unknown version of Python. If the process crashes,
+    The first line of the file tells the agent where in this process's memory the stack is
+    (`CallLayout`). The line is empty for an unknown version of Python. If the process crashes,
     faulthandler writes the stack to the file.
     """
     file = open(path, "ab", buffering=0)  # noqa: SIM115 (it stays open until the process exits)
@@ -400,8 +402,8 @@ def restore_crash_file() -> None:
 # that the objects there have other types, and shows no stack.
 
 OFFSETS = {
-    # The fields of `CallLayout`: holder, call; code, previous, instruction, owner; file, name,
-    # first_line, lines.
+    # By version of Python, the offsets of these fields of `CallLayout`: (holder, call), (code,
+    # previous, instruction, owner), (file, name, first_line, lines).
     (3, 11): ((56, 8), (32, 48, 56, 69), (112, 120, 72, 136)),
     (3, 12): ((56, 0), (0, 8, 56, 70), (112, 120, 68, 136)),
     (3, 13): ((0, 72), (0, 8, 56, 70), (112, 120, 68, 136)),
@@ -410,7 +412,10 @@ OFFSETS = {
 
 
 def call_layout() -> CallLayout | None:
-    """Return the `CallLayout` of the calling thread; None for an unknown Python."""
+    """Return where in memory CPython keeps the calls of the calling thread.
+
+    Return None for another implementation or an unknown version of Python.
+    """
     if sys.implementation.name != "cpython" or sys.version_info[:2] not in OFFSETS:
         return None
     state, call, code = OFFSETS[sys.version_info[:2]]
@@ -421,8 +426,8 @@ def call_layout() -> CallLayout | None:
         id(str),
         *(*state, *call, *code),
         instructions=CodeType.__basicsize__,
-        # The sizes of the heads of strings: subtract the final zero byte of an ASCII string, or a
-        # letter and a final zero of 2 bytes each.
+        # The offset of the letters in a string: the size of the string without its letters and
+        # the zero at its end. In the second string a letter and the zero have 2 bytes each.
         ascii=sys.getsizeof("") - 1,
         other=sys.getsizeof(chr(256)) - 4,
     )

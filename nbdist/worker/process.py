@@ -146,9 +146,9 @@ class Interrupts:
 
     def _keep_sigint(self, *_: object) -> None:
         self._has_sigint = True
-        # Forget the SIGINT two turns of the loop later, unless a task has arrived. By then a task
-        # that was sent before the SIGINT has been read or is seen by `_has_more`. Whether the
-        # SIGINT is for this task is decided by `SigintSent`, which the agent sends next.
+        # Forget the SIGINT two turns of the loop later if no task has arrived. By then a task that
+        # was sent before the SIGINT has been read or is seen by `_has_more`. If a task has arrived,
+        # the message `SigintSent`, which the agent sends next, tells whether the SIGINT is for it.
         self._loop.call_soon_threadsafe(self._loop.call_soon, self._forget_sigint)
 
     def _forget_sigint(self) -> None:
@@ -157,9 +157,10 @@ class Interrupts:
     def settle_sigint(self, *, is_for_task: bool) -> None:
         """Keep or drop a SIGINT that came while no task ran; called for the message `SigintSent`.
 
-        The agent sends SIGINT, and then `SigintSent`. The SIGINT is kept for the next task if
-        `is_for_task`, which says that the worker has already read that task. If not, the SIGINT is
-        dropped, even if Linux has not delivered it yet: otherwise it could interrupt a later task.
+        The agent sends `SigintSent` right after a SIGINT. If `is_for_task`, the worker has already
+        read a task that is still to run, and the SIGINT is kept for this task. If not, the SIGINT
+        is dropped, even if Linux has not delivered it yet: otherwise it could interrupt a later
+        task.
         """
         if signal.getsignal(signal.SIGINT) != self._keep_sigint:
             return  # a task runs, and has got the SIGINT or is about to get it
@@ -174,8 +175,8 @@ def system_call() -> list[bytes]:
 
     Returns [b"running"] if the thread does not wait, and [] if Linux does not name the call.
     """
-    # The pid is the main thread's number. In Python 3.11 `native_id` is not: a forked process
-    # inherits the `native_id` of its parent.
+    # The process id is also the number of the main thread. `native_id` may be wrong: in Python 3.11
+    # a forked process inherits the `native_id` of its parent.
     with suppress(OSError), open(f"/proc/self/task/{os.getpid()}/syscall", mode="rb") as file:
         return file.read().split()
     return []
@@ -185,9 +186,9 @@ def system_call() -> list[bytes]:
 def threads_without_sigint() -> Iterator[None]:
     """Within this context, threads that are started block SIGINT, so that the main thread gets it.
 
-    After SIGSTOP and SIGCONT, Linux may deliver SIGINT to any thread that does not block it. Python
-    would then handle it only after the main thread has read the `SigintSent` that the agent sends
-    after the SIGINT, which is too late.
+    After SIGSTOP and SIGCONT, Linux may deliver SIGINT to any thread that does not block it. Then
+    the main thread handles the SIGINT too late: only after it has read the message `SigintSent`,
+    which the agent sends after the SIGINT.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -266,7 +267,7 @@ CELL_TIMES = CellTimes()  # a single object, as only the main thread of a proces
 
 _libc = ctypes.CDLL(None)
 _c_stdout = ctypes.c_void_p.in_dll(_libc, "stdout")
-_count_buffered = ctypes.PyDLL(None)["__fpending"]  # PyDLL does not release the GIL: quicker
+_count_buffered = ctypes.PyDLL(None)["__fpending"]  # PyDLL is quicker, as it keeps the GIL
 _count_buffered.restype = ctypes.c_size_t
 _write_lock = threading.RLock()
 
@@ -326,7 +327,7 @@ def write_mark(token: str, value: Mark) -> None:
 def flush_streams() -> None:
     """Flush Python's and C's stdout and stderr, and restore those that a cell has closed."""
     for name, stream in _own_streams.items():
-        if getattr(sys, name) is None:  # a cell has removed it, and without it no cell could run
+        if getattr(sys, name) is None:  # a cell has set it to None, and now no cell could run
             setattr(sys, name, stream)
         with suppress(Exception):
             getattr(sys, name).flush()
@@ -347,11 +348,11 @@ def flush_c_streams() -> None:
 
 
 class _Bytes(io.RawIOBase):
-    """Writes the bytes of `sys.stdout` or `sys.stderr` unbuffered, so that their order is kept.
+    """Writes the bytes of `sys.stdout` or `sys.stderr` at once, without a buffer.
 
-    Both streams write to one pipe, because the order of bytes in two pipes would be unknown. Two
-    marks, before and after, tell the agent which bytes are stderr's. If a cell has redirected
-    descriptor 1 or 2, the bytes of this stream go to the cell's file instead.
+    Both streams write to one pipe, because nobody could tell the order of bytes in two pipes. A
+    mark before and a mark after the bytes of stderr tell the agent that they are stderr's. If a
+    cell has redirected descriptor 1 or 2, the bytes of this stream go to the cell's file instead.
     """
 
     def __init__(self, name: StreamName, token: str) -> None:

@@ -52,9 +52,12 @@ ORDERED = {
 MAX_DISPLAY_LENGTH = 10_000_000  # characters of a display in one mime type; more goes to a file
 
 MAX_TASK_DISPLAYS = 30_000_000
-"""Once a task has displayed this many characters, displays beyond `SMALL_DISPLAY` go to files."""
+"""The characters that a task may display before a lower limit holds for its displays.
 
-SMALL_DISPLAY = 1_000_000  # characters of a display in a mime type
+From then on, a display that is longer than `SMALL_DISPLAY` goes to a file.
+"""
+
+SMALL_DISPLAY = 1_000_000  # the lower limit, also in characters of a display in one mime type
 
 LONGEST_ERROR = 1 << 17
 """The most characters that are sent of an error's message, and of each part of its traceback."""
@@ -81,7 +84,7 @@ class LargeOutputs:
         self.folder = folder
         self._file_room, self._files = MAX_FILES_LENGTH, 0
         self.remaining = MAX_TASK_DISPLAYS
-        """How many characters the task may display until `SMALL_DISPLAY` limits each display."""
+        """How many characters the task may display until `SMALL_DISPLAY` is the limit."""
 
     def limit_content(self, kind: str, content: Any) -> Any:
         """Return a message's content; if it has large data, a copy with notes in place of the data.
@@ -156,7 +159,7 @@ def _as_text(value: object) -> str:
     try:
         return json.dumps(value)
     except (TypeError, ValueError):
-        return ""  # such data has no size: the session refuses it, or sends it in its own way
+        return ""  # limits do not apply: the session refuses such data, or sends it in its own way
 
 
 def _shorten(text: str) -> str:
@@ -180,12 +183,13 @@ class MarkingSession(Session):
 
     token = ""
     announced_error: tuple[BaseException | None, Mapping[str, object]] = None, {}
-    """The exception whose traceback is being shown, and fields to add to its message."""
+    """The exception whose traceback is being shown, and fields to add to the message with it."""
     large_outputs = LargeOutputs(None)
     catch_up: Callable[[], None] | None = None
     """A function that waits until the agent has read all output.
 
-    Without this wait iopub's queue, which has no limit, could use up all memory.
+    The session calls it after every `MAX_BYTES_AHEAD` bytes. Otherwise the queue of iopub, which
+    has no limit, could use up all memory.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -249,7 +253,10 @@ class MarkingSession(Session):
         return sent
 
     def serialize(self, msg: Any, ident: Any = None) -> list[bytes]:
-        """Return the frames of a message, and count their bytes for `MAX_BYTES_AHEAD`."""
+        """Return the frames of a message, and add their bytes to those that were sent.
+
+        After `MAX_BYTES_AHEAD` bytes the session waits for the agent.
+        """
         frames: list[bytes] = super().serialize(msg, ident)
         self._sent_bytes += sum(map(len, frames))
         return frames
@@ -262,7 +269,7 @@ class MarkingSession(Session):
             return self._sent
 
     def begin_task(self) -> None:
-        """Forget the error that the last task has shown, and how much it has displayed."""
+        """Forget the error that the last task has shown, and the size of its displays."""
         self.shown_error = None, 0
         self.large_outputs.remaining = MAX_TASK_DISPLAYS
 

@@ -45,8 +45,8 @@ class ReturnReducer:
     def __init__(self, *, notes: bool = False, joins: bool = False) -> None:
         self.spread: list[Spread] = []
         self._notes, self._joins = notes, joins
-        # By id, each DTensor and its whole tensor, as `pickle` may reduce a DTensor twice. The
-        # DTensor is kept alive, so that no other object gets its id.
+        # By the id of a DTensor: the DTensor and its whole tensor, as `pickle` may reduce a DTensor
+        # twice. The DTensor is kept alive, so that no other object gets its id.
         self._wholes: dict[int, tuple[Any, Any]] = {}
 
     def reduce(self, value: Any) -> tuple[Any, ...]:
@@ -105,15 +105,18 @@ class ReturnReducer:
 
 
 def _reduce_to(value: Any) -> tuple[Any, ...]:
-    """Return what `__reduce__` of an object must return so that pickle writes `value` instead."""
+    """Return a result for the `__reduce__` of any object, with which pickle writes `value`.
+
+    The notebook then gets `value` instead of the object.
+    """
     return getitem, ((value,), 0)
 
 
 def dist_class(package: str, name: str) -> Any:
     """Return a class of `torch.distributed.PACKAGE`, for callers that test the types of values.
 
-    The package is not imported. If nobody has imported it, there are no values of its classes. Then
-    the result is `ReturnReducer`, so that the caller's test is False for all values.
+    The package is not imported for this. If nobody has imported it, no value can have the class.
+    Then return `ReturnReducer` instead, which is not the type of any value to test.
     """
     return getattr(sys.modules.get(f"torch.distributed.{package}"), name, ReturnReducer)
 

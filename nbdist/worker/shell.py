@@ -122,8 +122,8 @@ class WorkerShell(AnnouncesErrors):
         """Run a cell, and store its result in `last_execution_result`.
 
         IPython itself stores no result if Stop comes before the first line of the cell or after its
-        last line. If IPython has stored a result with an exception, that result stays, because the
-        returned result may instead have an error of drawing the traceback.
+        last line. If IPython has stored a result with the cell's exception, this result stays. The
+        returned result may be less useful: it can have an error of drawing the traceback instead.
         """
         result: ExecutionResult = super().run_cell(*args, **kwargs)
         if self.last_execution_result is None or self.last_execution_result.success:
@@ -209,7 +209,7 @@ class WorkerShell(AnnouncesErrors):
         def structured_traceback(
             kind: Any, error: Any, tb: Any = None, *args: Any, **options: Any
         ) -> Any:
-            if isinstance(tb, tuple):  # IPython's mode Plain passes the cause of an error like this
+            if isinstance(tb, tuple):  # IPython's mode Plain passes an error's cause as a tuple
                 return draw(kind, error, tb, *args, **options)
             if message := stale_group_of(error, tb):
                 error.args = (message,)

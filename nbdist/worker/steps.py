@@ -148,8 +148,9 @@ class StepCounter:
     def handle_sigint(self, _: int, frame: FrameType | None) -> None:
         """Raise KeyboardInterrupt, at once or at the end of the optimizer step that runs now.
 
-        If a step runs, `after_step` raises it. The step itself is interrupted by a second SIGINT,
-        or if it has not ended after `MAX_DEFERRAL` seconds.
+        If a step runs, `after_step` raises the KeyboardInterrupt once the step has ended. A second
+        SIGINT interrupts the step itself. The step is also interrupted if it has not ended after
+        `MAX_DEFERRAL` seconds.
         """
         self.on_sigint()
         self._is_held = False
@@ -163,9 +164,10 @@ class StepCounter:
         raise KeyboardInterrupt
 
     def _watch_dropped(self) -> None:
-        """Make Python call `_count_dropped` for exceptions that nobody can catch, as in finalizers.
+        """Make Python call `_count_dropped` for exceptions that nobody can catch.
 
-        Python drops these. `_count_dropped` calls the hook that user code may have set for them.
+        Python drops such an exception, for example of a finalizer, after it has called a hook in
+        `sys`. `_count_dropped` calls the hook that was set before, which may be the user's.
         """
         # User code may set the hook to None, or delete it.
         hook = getattr(sys, "unraisablehook", None) or sys.__unraisablehook__
@@ -201,7 +203,7 @@ class StepCounter:
         return self._has_interrupted or signal.getsignal(signal.SIGINT) != self.handle_sigint
 
     def _end_deferral(self) -> None:
-        """Send SIGINT again if the step has not ended in time; runs on the timer's thread."""
+        """Send SIGINT again if the step has not ended in time; called on the thread of a timer."""
         if self._deferral is threading.current_thread():
             signal.pthread_kill(self._ident, signal.SIGINT)
 

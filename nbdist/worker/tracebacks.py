@@ -52,7 +52,8 @@ DEBUGGERS = (bdb.__file__, pdb.__file__)
 def failure_of(error: BaseException, advice: Sequence[str] = ()) -> Failure:
     """Return the failure for an exception, with a traceback of plain lines.
 
-    `advice` has the lines of `remedies` for an exception whose traceback was not shown.
+    `advice` has the lines of `remedies`. It is empty if a Jupyter message has already shown these
+    lines together with the traceback.
     """
     if isinstance(error, Problem):
         return failure_in_words(error.kind, str(error))
@@ -104,7 +105,7 @@ def short_traceback(tb: TracebackType | None) -> list[str]:
     before: FrameType | None = None
     for frame, line in traceback.walk_tb(tb):
         if is_frame_of_debugger(frame):
-            break  # Stop has ended the wait at a breakpoint in the frame before
+            break  # the call before waited at a breakpoint until Stop; the rest is the debugger's
         if frame is before:
             continue  # Python repeats a frame whose trace function raises
         before = frame
@@ -133,7 +134,7 @@ LONGEST_CYCLE, MIN_REPEATS = 8, 4
 """A series of up to `LONGEST_CYCLE` calls is folded if it repeats `MIN_REPEATS` times or more."""
 
 FOLDED = re.compile(r"<(… [\d,]+ calls of the same (?:line|\d lines))>")
-"""Matches the file name of a stand-in call, which `without_recursion` puts in for folded calls."""
+"""Matches the file name of the call that `without_recursion` puts in place of repeated calls."""
 
 
 def find_recursions(calls: Sequence[Hashable]) -> Iterator[tuple[int, int, str]]:
@@ -171,17 +172,17 @@ def without_recursion(tb: TracebackType | None) -> TracebackType | None:
 
 
 def format_folded(part: str) -> str:
-    """Return a part of a drawn traceback.
+    """Return a part of a drawn traceback, or a line of text if it stands for repeated calls.
 
-    If the part is a call that stands for repeated calls (`without_recursion`), return the line of
-    text about these calls instead.
+    `without_recursion` has put a stand-in in place of the repeated calls. The line is a text such
+    as "… 900 calls of the same line".
     """
     match = FOLDED.search(part)
     return f"{match[1]}\n" if match else part
 
 
 def _stand_in_call(file: str) -> TracebackType:
-    """Return a traceback of a single call, in a file that does not exist."""
+    """Return a traceback with a single call, whose file does not exist and has the name `file`."""
     names: dict[str, Any] = {}
     exec(compile("import sys; frame = sys._getframe()", file, "exec"), names)
     return TracebackType(None, names.pop("frame"), 0, 1)
@@ -336,7 +337,7 @@ FULL = (
     "its memory is full before anything has run: `nvidia-smi` lists the processes that use it; "
     f"end them, or {OTHERS}"
 )
-"""What users read if a worker cannot start because its GPU has no free memory (`NO_ROOM`)."""
+"""What users read if a worker cannot start because its GPU has no free memory."""
 
 
 HAS_NO_GPU = (AssertionError, RuntimeError, AttributeError)
@@ -345,7 +346,7 @@ HAS_NO_GPU = (AssertionError, RuntimeError, AttributeError)
 def remedies(shell: Any, rank: int, error: BaseException) -> list[str]:
     """Return lines to show below an error: how to repair it, or what uses the memory that is full.
 
-    Return [] for an error without advice, as most errors are. `shell` is the rank's IPython shell.
+    Return [] for most errors, for which there is no advice. `shell` is the rank's IPython shell.
     """
     lines, names = account(shell, rank, error), shell.user_ns
     if type(error) is NameError and error.name:
@@ -389,20 +390,20 @@ DRIVER_TIMEOUT = 3.0  # seconds for the GPU's driver to answer, which usually ta
 # Matches messages of cudaGetErrorString (CUDA 13), which HIP uses, too.
 LASTING_DEVICE_ERROR = re.compile(
     r"(?:Triton Error \[)?(?:CUDA|HIP)\b[^:\n]*: ("
-    r"an illegal memory access was encountered"  # error 700
-    r"|the launch timed out and was terminated"  # error 702
-    r"|device-side assert triggered"  # error 710
-    r"|hardware stack error"  # error 714
-    r"|an illegal instruction was encountered"  # error 715
-    r"|misaligned address"  # error 716
-    r"|operation not supported on global/shared address space"  # error 717
-    r"|invalid program counter"  # error 718
-    r"|unspecified launch failure"  # error 719
-    r"|tensor memory not completely freed"  # error 721
-    r"|uncorrectable ECC error encountered"  # error 214
-    r"|uncorrectable NVLink error detected during the execution"  # error 220
-    r"|Invalid access of peer GPU memory over nvlink or a hardware error"  # error 226
-    r"|an async error has occured in external entity outside of CUDA)",  # error 911
+    r"an illegal memory access was encountered"  # CUDA error 700
+    r"|the launch timed out and was terminated"  # CUDA error 702
+    r"|device-side assert triggered"  # CUDA error 710
+    r"|hardware stack error"  # CUDA error 714
+    r"|an illegal instruction was encountered"  # CUDA error 715
+    r"|misaligned address"  # CUDA error 716
+    r"|operation not supported on global/shared address space"  # CUDA error 717
+    r"|invalid program counter"  # CUDA error 718
+    r"|unspecified launch failure"  # CUDA error 719
+    r"|tensor memory not completely freed"  # CUDA error 721
+    r"|uncorrectable ECC error encountered"  # CUDA error 214
+    r"|uncorrectable NVLink error detected during the execution"  # CUDA error 220
+    r"|Invalid access of peer GPU memory over nvlink or a hardware error"  # CUDA error 226
+    r"|an async error has occured in external entity outside of CUDA)",  # CUDA error 911
     re.I,
 )
 

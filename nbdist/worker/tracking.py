@@ -21,8 +21,8 @@ from nbdist.output.events import MAX_STEP, MIN_STEP_WIDTH
 
 TRACK_SEND_INTERVAL = 0.5  # seconds between two messages
 MAX_WAITING_CALLS = 4_096  # calls that are kept before they are aggregated
-# The most points of a message, which all tracked names share equally; and the points that each name
-# may have even if its share is smaller.
+# A message has at most MAX_POINTS_SENT points, which all tracked names share equally. But each name
+# may have MIN_POINTS_SENT points, even if its share is smaller.
 MAX_POINTS_SENT, MIN_POINTS_SENT = 256, 4
 MAX_TRACKED_NAMES, MAX_TRACKED_NAME_LENGTH = 64, 100
 
@@ -39,10 +39,10 @@ _call_counts: dict[str, int] = {}
 """For each name, how many times the task has called `track` with the name and without `step`."""
 
 _points: dict[str, list[TrackedPoint]] = {}
-"""By name, the points of the next message."""
+"""The points of the next message, by the name of the tracked number."""
 _counted_names: set[str] = set()  # names that were tracked without a step
 _last_steps: dict[str, float] = {}
-"""By name, the last step that was sent."""
+"""The last step that was sent, by the name of the tracked number."""
 
 _refused_names: list[str] = []  # the first name beyond MAX_TRACKED_NAMES, if there was one
 
@@ -131,7 +131,7 @@ def flush() -> None:
             return
         try:
             _send({"curves": curves, "counted": counted})
-        except (OSError, TypeError, ValueError) as error:  # this must not fail the user's task
+        except (OSError, TypeError, ValueError) as error:  # the user's task must go on
             names = ", ".join(f"`{name}`" for name in curves)
             _warn(f"the numbers of {names} were not sent: {error!r:.200}")
 
@@ -250,12 +250,13 @@ def _merge_points(
     """Merge neighbouring points, and yield about `limit` new points, at most twice as many.
 
     Each new point covers a range of steps. All ranges have the same width, and begin at multiples
-    of the width, so that they are the same on all ranks. A point that would begin below
-    `last_step`, the last step that was sent, begins at `last_step`. A further point begins at the
-    first number that is NaN or infinite, because the notebook shows its step.
+    of the width, so that they are the same on all ranks. There are two exceptions. A range that
+    would begin before `last_step`, the last step that was sent, begins at `last_step`. And a range
+    begins at the first number that is NaN or infinite, because the notebook shows the step of this
+    number.
 
-    If the steps are too unordered for this, each new point covers the same number of old points
-    instead, and begins at the lowest step among them.
+    If the steps go back and forth, this would give too many ranges. Then each new point covers the
+    same number of old points instead, and begins at the lowest step among them.
     """
     first, span = points[0][0], abs(points[-1][0] - points[0][0])
     min_width = max(MIN_STEP_WIDTH, span / (limit - 1))
