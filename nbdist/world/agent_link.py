@@ -50,7 +50,7 @@ CLOSED = -1
 DETACH_LINGER = 500  # milliseconds to deliver the last messages when the link detaches
 
 CALL_TICK = 0.25
-SHORTEST_WAIT = 0.001  # seconds; a shorter wait in `SimpleQueue.get` can turn negative and endless
+SHORTEST_WAIT = 0.001  # seconds; `SimpleQueue.get` can wait for ever if its timeout is shorter
 
 AgentHandle = AgentProcess | AttachedAgent
 """The process that serves a world: this machine's agent, or the head of several machines."""
@@ -69,10 +69,12 @@ LinkEvent = messages.RankOutput | BatchAcknowledged | WorldNotice | messages.Hea
 class Link:
     """A connection to the agent or head of a world.
 
-    `arrived` has the events that the consumer, `nbdist.world.inbox`, has yet to handle.  Of replies
-    to calls, only each `Healed` is among these events.  `idle_signal` is a descriptor for an event
-    loop.  It becomes readable after an event that must be handled even while no cell runs, and
-    after every event if `signals_all_messages` is True.
+    `arrived` has the events that the consumer, `nbdist.world.inbox`, has yet to handle.  A reply
+    goes to the caller that has sent the request; only a `Healed` reply is also an event.
+
+    `idle_signal` is a file descriptor for an event loop.  It becomes readable after an event that
+    must be handled even while no cell runs, such as a death.  If `signals_all_messages` is True, it
+    becomes readable after every event.
     """
 
     def __init__(
@@ -92,8 +94,9 @@ class Link:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.sndhwm = self._socket.rcvhwm = 0
-        # With a ZAP domain libzmq refuses old protocols.  By the old ZMTP 1.0, any process that
-        # connects and sends a byte would be a peer, and DEALER would send it every other message.
+        # With a ZAP domain, libzmq accepts only new versions of its protocol.  With version 1.0,
+        # any process that connects and sends a byte would count as a second peer, and this socket
+        # would send every other message to that process.
         self._socket.zap_domain = b"nbdist"
         # Bind before the agent starts, so that the agent can connect at once.
         self.address = f"ipc://{self._folder.path}/{self._folder.socket}"
@@ -109,7 +112,8 @@ class Link:
         self._lost: AgentLost | None = None
         self._opened = self._closing = self._is_detached = self._is_remembered = False
         self.signals_all_messages = False
-        # Called on the link's thread with each message of a debugger, and with None at the end.
+        # The link's thread calls this function with each message of a debugger, and with None once
+        # the agent has ended.
         self.on_debugger: Callable[[messages.FromDebugger | None], None] | None = None
         self._starting = Starting(0)
         self._launched = threading.Event()
@@ -157,11 +161,11 @@ class Link:
         """Send a request and return the reply.
 
         Raises StartError if the agent did not start or has another version of nbdist, and AgentLost
-        if the agent ends or does not reply within `timeout` seconds.  After Stop, a caller passes
-        as `patience` the seconds for which the user still waits; if the reply takes longer, raises
-        KeyboardInterrupt.
+        if the agent ends or does not reply within `timeout` seconds.  Raises KeyboardInterrupt
+        after `patience` seconds: a caller gives this time if the user has pressed Stop and should
+        not wait longer.
         """
-        # Wait in short steps: if Stop comes as a wait begins, it interrupts only the next wait.
+        # Wait in short steps: a Stop that comes just before a wait is noticed only at its end.
         calling = self.calling(request, timeout, tick=min(CALL_TICK, patience))
         end = time.monotonic() + patience
         while time.monotonic() < end:
@@ -252,9 +256,9 @@ class Link:
     def acknowledge(self, batch: BatchAcknowledged) -> None:
         """Acknowledge a batch of outputs; a second call for the same batch does nothing.
 
-        The consumer repeats a call that Stop has interrupted.  An acknowledgement waits until the
-        link's thread next sends or receives a message, since the agent may have several batches in
-        flight.  The thread sends the acknowledgement at once if other messages wait, or if the
+        The consumer repeats a call that Stop has interrupted.  Usually the acknowledgement is sent
+        when the link's thread next sends or receives a message, because the agent can send several
+        batches without an acknowledgement.  It is sent at once if other messages wait, or if the
         world can be detached: the next notebook gets all batches that were not acknowledged.
         """
         if batch is not self._last_received:
@@ -304,7 +308,8 @@ class Link:
         if self._agent is not None:
             self._agent.close()
         descriptors = (self._wake, self._wake_end, self.idle_signal, self._idle_signal_end)
-        # A later `send` must not write to another file that has got one of these numbers.
+        # Once a descriptor is closed, a file that is opened later can get its number.  A later
+        # `send` must not write to that file.
         self._wake_end = self._idle_signal_end = CLOSED
         for descriptor in descriptors:
             os.close(descriptor)
@@ -392,8 +397,8 @@ class Link:
             case Attached() as attached:
                 self._attached.set_result(attached)
             case AgentReply(number, reply):
-                # The consumer handles this reply in its order among the messages about deaths, and
-                # even if Stop has ended the call.
+                # The consumer must handle a `Healed` reply even if Stop has ended the call, and in
+                # the right order among the messages about deaths.
                 if isinstance(reply, messages.Healed):
                     self._add_arrived(reply)
                 if (answer := self._answers.get(number)) is not None:

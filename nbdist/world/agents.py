@@ -32,7 +32,7 @@ from nbdist.wire.queries import QUERY_SOCKET, WorldInfo
 from nbdist.wire.spec import difference, versions_here
 from nbdist.words import one_line
 
-NEEDED = 20  # open files: a link keeps 16 in the notebook's process, and others are read at times
+NEEDED = 20  # open files: a link keeps 16 open, and other files are open for short times
 
 
 def require_open_files() -> None:
@@ -60,7 +60,7 @@ def launcher_names() -> list[str]:
 
 
 def module_of(launcher: str) -> str:
-    """Return the name of the module, of an agent or a head, that serves a world of this launcher.
+    """Return the module to start for a launcher: the agent's for "local", the head's for others.
 
     Raises UsageError if there is no such launcher, or if the head's module is not installed.
     """
@@ -269,7 +269,8 @@ def _possible_folders() -> Iterator[Path]:
     for place in (Path(f"/run/user/{os.geteuid()}"), *folders.places()):
         with suppress(OSError):
             yield from place.glob(f"{folders.RUNTIME_FOLDER_PREFIX}*")
-    # A notebook with another TMPDIR has its folders there; its agents' command lines name them.
+    # A notebook that was started with another TMPDIR has runtime folders in that folder.  The
+    # command lines of its agents name these runtime folders.
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if process.stat().st_uid == os.geteuid():
@@ -291,7 +292,7 @@ class AttachedAgent:
                 answer = asking.answer(ADMIT_TIMEOUT)
                 if not isinstance(answer, queries.Accepted):
                     raise world.refusal(getattr(answer, "why", "its agent says something else"))
-                log = world.folder / "agent.log"  # opened now, so it can be read after its removal
+                log = world.folder / "agent.log"  # opened now: it is removed when the world ends
                 self._log = opened.enter_context(open(log if log.exists() else os.devnull, "rb"))
                 self._guard = os.pidfd_open(answer.guard)  # the guard exits after the agent
                 opened.callback(os.close, self._guard)

@@ -28,7 +28,7 @@ from nbdist.words import size_text
 
 MAX_SYNC_BYTES = 64 << 20  # the most bytes of all files together
 MAX_SEARCHED_FILES = 50_000  # the most files and folders to search if git does not list the files
-FRESH = 2 * 10**9  # nanoseconds; two changes of a file within this time may leave equal times
+FRESH = 2 * 10**9  # nanoseconds; a second change of a file within this time may keep its mtime
 NAMED = 3  # the most files that an error names
 BRING_TIMEOUT = 1200.0  # seconds; must exceed a head's time to send the files to its machines
 GIT_TIMEOUT = 10.0  # seconds for git to list the files
@@ -42,7 +42,7 @@ QUIET = re.compile(r"(.*/)?(__pycache__|\.ipynb_checkpoints)/.*|.*\.ipynb")
 """Paths of files that no rank needs, and that change when the notebook is saved or imports code."""
 
 SKIPPED_FOLDERS = re.compile(r"\..*|__pycache__|node_modules")
-"""Folders that are not searched if git does not list the files."""
+"""Names of folders in which `_python_files` does not search."""
 
 Stamp = tuple[int, int, int, int]
 """Facts of a file by which a change is noticed: mtime and ctime in nanoseconds, bytes, inode."""
@@ -73,15 +73,17 @@ class CodeSync:
     def send_changes(self, asks: Asks, *, to_new: bool = False) -> Generator[Starting, None, None]:
         """Send all files if some may have changed since the last call, or if nodes are new.
 
-        Nodes that share the folder, or have the same files already, get nothing.  Yields progress
-        as `Link.calling` does.  Raises CodeNotSent if nodes cannot get the files.
+        `to_new` is True if nodes are new.  Nodes that share the folder, or have the same files
+        already, get nothing.  Yields progress as `Link.calling` does.  Raises CodeNotSent if nodes
+        cannot get the files.
         """
         if self.is_shared and not to_new:
             return
         try:
             os.stat(self.folder)  # raises if the folder was removed
             now, files = time.time_ns(), dict(_files_in(self.folder))
-            # A file that changed just before it was sent may have changed since with equal times.
+            # If a file changed just before it was sent, it may have changed again without a new
+            # mtime.  So all files are sent once more.
             is_fresh = any(abs(self._sent_at - each[0]) < FRESH for each in files.values())
             if files == self._sent_files and not (to_new or is_fresh):
                 return
@@ -207,9 +209,9 @@ def missing_text(
 ) -> str:
     """Return a text about a module or file that `host` lacks: where it is, and what helps.
 
-    `message` is the message of a rank's error on `host`.  Returns "" if it does not say that a
-    module or file is missing, or if nothing is known that helps.  `folder` is the notebook's
-    folder, and `path` its `sys.path`.  `code` is None without `--sync-code`.
+    `message` is the message of an error that a rank on `host` raised.  Returns "" if this message
+    is not about a missing module or file, or if no remedy is known.  `folder` is the notebook's
+    folder, and `path` the notebook's `sys.path`.  `code` is None without `--sync-code`.
     """
     match = _MISSING_FILE.search(message)
     if match is None:

@@ -134,10 +134,11 @@ class AgentConnection:
         self.release_lent_values(running.task, lent)
 
     def release_lent_values(self, task: Task, ranks: Iterable[int]) -> None:
-        """Let ranks release memory that they hold for a task.
+        """Let ranks release memory that they hold for a task until this message.
 
-        The memory holds values that the task has returned, or values that the ranks have received
-        and that a second task was to bind (`value_transfer.bind_steps`).
+        The memory holds values that the ranks have sent to this process.  It can also hold values
+        that the ranks have received, if the second task, which binds the values, is not sent
+        (`value_transfer.bind_steps`).
         """
         if lent := tuple(ranks):
             self.link.send(ReleaseRankValues(task.id, lent))

@@ -38,14 +38,16 @@ def submit(
     patience: Patience | None = None,
     shipped: Mapping[int, Parcel] | None = None,
 ) -> TaskRun:
-    """Send a task to its ranks, and return without waiting for the task's end.
+    """Send a task to its ranks once they are ready; return without waiting for the task's end.
 
     First waits until the ranks have left a stopped task, and in a notebook until no job runs on
-    them.  Stop during that wait raises KeyboardInterrupt.  Heals a broken group if no rank runs a
-    task.  Other ranks may run another task meanwhile.  `patience` is by default the world's.
-    `shipped` has by rank the names and objects that the task brings to the rank.  If the task
-    cannot run, it is not sent, and an error says why: WorldNotStarted, WorldBusy, RanksNotStopped,
-    WorkerDied, WorldBroken, AgentLost or CodeNotSent.
+    them.  Stop during that wait raises KeyboardInterrupt.  Then heals a broken group, if no rank of
+    the world runs a task.  Other ranks may go on with another task.
+
+    `patience` has the timeouts of the task, by default the world's.  `shipped` has by rank the
+    names and objects that the task brings to the rank.  If the task cannot run, it is not sent, and
+    an error says why: WorldNotStarted, WorldBusy, RanksNotStopped, WorkerDied, WorldBroken,
+    AgentLost or CodeNotSent.
     """
     inbox.receive_waiting(engine)
     engine.hooks.wait_until_free(task.ranks)
@@ -64,8 +66,8 @@ def submit(
 def attempts(task: Task, max_restarts: int) -> Iterator[Task]:
     """Yield copies of a task: for the first attempt, and for at most `max_restarts` restarts.
 
-    The caller submits each copy and follows it to its end.  It takes the next copy only if the
-    attempt before has an `Ending.restart_text`.
+    The caller submits each copy and follows it to its end.  If `Ending.restart_text` then says that
+    the task is run again, the caller takes the next copy.
     """
     for number in range(read_restarts(max_restarts) + 1):
         yield replace(task, id=uuid.uuid4().hex, attempt=Attempt(number, max_restarts))
@@ -123,11 +125,12 @@ def wait_for_stop(
 ) -> str:
     """Wait for ranks that still run a stopped task, at most `stop.LATE_TIMEOUT` seconds.
 
-    The stopped task is `stopped_run(engine, ranks)`.  Returns its `Ending.damage` if the damage
-    has changed during the wait, and else "".  Another Stop interrupts the ranks again, and raises
-    KeyboardInterrupt.  Afterwards `TaskRun.pop_outputs` returns the newest outputs of the wait.
+    The stopped task is `stopped_run(engine, ranks)`; if there is none, returns "" at once.  Returns
+    sentences about variables that the task has left incomplete or different (`Ending.damage`), or
+    "" if they were the same before the wait.  Another Stop interrupts the ranks again, and raises
+    KeyboardInterrupt.  The newest outputs of the wait can be read by `TaskRun.pop_outputs`.
 
-    `show_wait` is called when the wait has begun, if ranks still run the task, to tell the user.
+    `show_wait` tells the user about the wait; it is not called if all ranks have left the task.
     """
     if (running := stopped_run(engine, ranks)) is None:
         return ""
@@ -167,7 +170,8 @@ def check_ready(engine: Engine, ranks: Collection[int] | None = None) -> None:
         if busy.stop.is_stopping and not busy.stop.is_of_job:
             raise not_stopped(busy)
         raise errors.WorldBusy(busy.unfinished, busy.age)
-    # After deaths, each task until the repair raises the same error with the present remedy.
+    # Until the group is repaired, each new task raises the error of the task in which ranks died,
+    # with a text about what helps now.
     if running is not None and (deaths := running.transcript.deaths):
         running.ending = replace(running.ending, recovery_text=healing_text(engine, deaths))
         if error := error_of(running):
@@ -179,9 +183,9 @@ def check_ready(engine: Engine, ranks: Collection[int] | None = None) -> None:
 def make_whole(engine: Engine) -> None:
     """Repair a broken group as `on_failure` says; then add ranks on machines that have joined.
 
-    If an earlier `restarts.replace` has failed, then bind the variables that it kept
-    (`Engine.kept`).  Raises the errors of `run` if a new worker cannot unpickle them; the variables
-    are lost then.
+    If an earlier `restarts.replace` has failed, also bind the variables that it has kept for new
+    workers (`Engine.kept`).  Raises the errors of `run` if a worker cannot unpickle these
+    variables, which are lost then.
     """
     recovery.heal(engine)
     if engine.rank_table.joined and engine.is_whole and engine.task_table.is_idle:

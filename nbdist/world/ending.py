@@ -28,7 +28,7 @@ class Ending:
     recovered_ranks: tuple[int, ...] = ()  # the ranks that died or were restarted
     recovery_text: str = ""  # what was done about `recovered_ranks`
     restart_text: str = ""  # why the task is run again; "" if it is not
-    lacking_text: str = ""  # where a name, module or file is that the failed rank lacks
+    lacking_text: str = ""  # where to find a name, module or file that a rank lacked
     item_text: str = ""  # which item of `World.map` has failed
 
     @property

@@ -209,7 +209,7 @@ class Engine:
         """Update processes, spec and tables by rank after the agent has tried to form the group.
 
         There may be more or fewer workers than before, and ranks may have other numbers.  Each
-        answer of the agent must be applied, also that to a request for which nobody waits any more.
+        answer of the agent must be applied, even if Stop has ended the wait for the answer.
         """
         was_elsewhere, change = self.rank_table.is_elsewhere, healed.change
         if not self.rank_table.apply_healed(healed):
@@ -227,8 +227,9 @@ class Engine:
     ) -> tuple[int, ...]:
         """Record that the group is whole again; return the ranks that were replaced for that.
 
-        `made` are names that the tasks in which the ranks died have bound, and `brought` has by
-        rank the names that were sent with these tasks: see `NameTable.record_replaced`.
+        The arguments are about the tasks in which ranks died: `made` are names that these tasks
+        have bound, and `brought` has by rank names that were sent with the tasks.  New workers lack
+        such names (`NameTable.record_replaced`).
         """
         ranks = self.rank_table.settle_changes()
         self.names.record_replaced(ranks, made, brought)
@@ -251,8 +252,8 @@ class Engine:
         """Return the ranks that the arguments select, by default all (`topology.select_ranks`)."""
         if ranks is None and rank is None:
             return self.rank_table.everyone
-        # Do not compare a list of numbers with the size before the start: other machines may
-        # determine the size.
+        # Before the start, other machines may still change the world's size.  So a list of numbers
+        # is compared with the size only after the start.
         is_final = self.state.has_workers or isinstance(ranks, str)
         return topology.select_ranks(ranks, rank, self.size if is_final else sys.maxsize)
 
@@ -317,16 +318,17 @@ class Engine:
         self.remember(running.patience)
         self.task_table.add(running)
         running.sent_at = self.names.record_sent(running.shipped_names())
-        with running.stop.counting_presses():  # Stop must not raise: ranks may have begun
+        with running.stop.counting_presses():  # no KeyboardInterrupt: ranks may run the task
             link.send(run)
         return running
 
     def count_stop(self, task: Task) -> bool:
-        """Count a Stop for a task, and wake `recovery.follow`; return True.  For a signal handler.
+        """Count a press of Stop for a task, and return True; False if Stop has to raise instead.
 
-        Returns False, without counting, if the handler has to raise KeyboardInterrupt instead.  The
-        handler has to do so before the task is sent, after the task has ended and a later task was
-        sent, and while `StopState.is_interruptible` is True.
+        The handler of SIGINT calls this method.  If the result is True, `recovery.follow` wakes and
+        acts on the press.  If the result is False, the handler raises KeyboardInterrupt.  The
+        result is False before the task is sent, after the task has ended and a later task was sent,
+        and while `StopState.is_interruptible` is True.
         """
         running = self.task_table.find_run(task.id)
         if running is None or running.stop.is_interruptible:
@@ -370,10 +372,10 @@ class Engine:
         return self.rank_table.with_host_names(answer)
 
     def consult(self, question: TypingQuestion, ranks: Iterable[int]) -> Future[Reply] | None:
-        """Ask an idle rank of `ranks` a question about names; any thread may call this.
+        """Ask an idle rank of `ranks` about code that the user types; any thread may call this.
 
         Returns a future, or None if there are no workers or the agent has ended.  Wait for the
-        future with a timeout.  Its result is None if no rank has answered in time.
+        future with a timeout.  Its result is None if no rank is idle or answers in time.
         """
         if not self.state.has_workers:
             return None

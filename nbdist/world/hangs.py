@@ -43,7 +43,10 @@ DTYPES = {
     **{"Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8"},
     **{"ComplexFloat": "complex64", "ComplexDouble": "complex128"},
 }
-"""Dtypes by their name in C++, if that differs from the name in Python by more than capitals."""
+"""The names of dtypes in Python, by their names in C++.
+
+Left out are dtypes such as `Bool`, whose name in Python is the same in small letters.
+"""
 
 
 # --- whether collectives match ------------------------------------------------------------
@@ -215,10 +218,12 @@ def shorten_error(
 ) -> Failure:
     """Return a short `Failure` in place of torch's error about connections that were closed.
 
-    An abort, or another rank, has closed the connections.  After an abort, `aborted` says where the
-    rank waited, and the result reads, for example, `Released: waited in all_reduce (cell line 7)`.
-    If `aborted` is None, the result reads `Released: waited for a rank that died (cell line 7)`:
-    the line is found in the traceback of `failure`, and the end of the other rank in `errors`.
+    If an abort has closed the connections, `aborted` says where the rank waited, and the result
+    reads, for example, `Released: waited in all_reduce (cell line 7)`.
+
+    If another rank has closed them, `aborted` is None, and the result reads
+    `Released: waited for a rank that died (cell line 7)`.  Then `errors`, the errors of all ranks,
+    says how that rank ended, and the traceback of `failure` says in which line this rank waited.
     `script` is the script that the task runs, None for a cell.
     """
     if aborted is not None:
@@ -307,9 +312,9 @@ def group_stacks(stacks: Iterable[Stack]) -> list[Alike]:
 
 
 def stacks_text(groups: Iterable[Alike], who: Who = name_ranks) -> list[str]:
-    """Return the lines of each group's stack below a head.
+    """Return lines that show the stack of each group of ranks, below a heading for the group.
 
-    A head is, for example, `── ranks 0-2 same · wait in all_reduce, line 7 ──`.
+    A heading is, for example, `── ranks 0-2 same · wait in all_reduce, line 7 ──`.
     """
     headed = ([f"── {each.named(who)} · {each.doing} ──", *each.lines] for each in groups)
     return [*chain.from_iterable(headed)]

@@ -137,7 +137,8 @@ def _handle_output(engine: Engine, rank: int, task_id: str, output: Any) -> None
             running.transcript.warn(output.text)
         return
     if isinstance(output, Visible) and not task_id:
-        # Output of a rank after its cell counts as output of the cell while others still run it.
+        # If a rank prints something after it has finished a cell, the output belongs to the cell as
+        # long as other ranks still run the cell.
         running = next((run for run in tasks.runs if run.waits_after(rank)), None)
     if isinstance(output, Done):
         is_received = running is not None and output.received

@@ -36,7 +36,7 @@ CHUNK_BYTES = 4 << 20
 """An answer gets no further items once its items have this many bytes."""
 
 GROWTH = 4
-"""An answer has at most `GROWTH` times as many items as the answer before to the same rank."""
+"""An answer has at most `GROWTH` times as many items as the last answer to the same rank."""
 
 CHUNKS_LEFT = 2
 """If n items are left, an answer has at most n / (`CHUNKS_LEFT` * ranks) of them, but at least one.
@@ -45,7 +45,7 @@ Without this limit, one rank could still have many items when none is left for t
 limit does not apply if the number of items is not known."""
 
 MAX_TRIES = 2
-"""How many ranks get an item at most: a second rank gets it if the first has died."""
+"""Once this many ranks have died with an item, no further rank gets the item."""
 
 Packed = tuple[Payload, Segment | None]
 """An item, and its shared memory, which stays open until a rank has sent the item's outcome."""
@@ -135,7 +135,7 @@ class ItemQueue:
             return InputReply(request.number)
         if handed.items:  # the rank has sent big results early, and goes on with its other items
             return InputReply(request.number, "")
-        seconds = (now - handed.since) / max(1, handed.count)  # mean of the last answer's items
+        seconds = (now - handed.since) / max(1, handed.count)  # for each item of the last answer
         limit = max(1, min(int(CHUNK_SECONDS / max(seconds, 1e-6)), GROWTH * handed.count))
         handed.items, handed.since = dict(self._next(limit)), now
         handed.count = len(handed.items)
@@ -170,7 +170,10 @@ class ItemQueue:
                     _close(packed)
 
     def begin_round(self) -> None:
-        """Take back all items that ranks have; call this between tasks, as a task can end early."""
+        """Take back all items that ranks have.
+
+        Call this between two tasks of a map: a task can end before its ranks finish all items.
+        """
         for handed in self._handed.values():
             self._returned.extend(handed.items.items())
         self._handed = {}
@@ -268,7 +271,7 @@ def _length_of(items: Iterable[Any]) -> int | None:
     """Return the number of items, None if it is not known, as for `tqdm` around a generator."""
     try:
         return len(items) if isinstance(items, Sized) else None
-    except TypeError:  # `list` ignores a TypeError of `__len__`, too
+    except TypeError:  # raised by `__len__`; `list(items)` ignores this error, too
         return None
 
 

@@ -34,11 +34,12 @@ _NO_NOTEBOOK_VALUE = type("_Nothing", (), {})  # stands for a value that the not
 class Sent:
     """A variable of the notebook as it was sent to a rank.
 
-    `version` is different for different contents.  `token` identifies the object; it is None for a
-    value of which a copy cannot be told from the original, such as a number
-    (`nbdist.values.states`).  `identity` is None once the notebook has assigned the variable again.
-    `needs` are the variables that functions in the value use; `size` is in bytes.  `is_last` is
-    False once the notebook has sent another object under the name to any rank.
+    `version` is different for different contents.  `token` identifies the object in the notebook
+    and on ranks (`nbdist.values.states`); it is None for a value such as a number, of which a copy
+    cannot be told from the original.  `identity` identifies the notebook's object; it is None once
+    the notebook has assigned the variable again.  `needs` are the variables that functions in the
+    value use, and `size` is in bytes.  `is_last` is False once the notebook has sent another object
+    under the same name to any rank.
     """
 
     version: Hashable
@@ -106,10 +107,10 @@ class NameTable:
         self.assigned: set[str] = set()
         """Names that the notebook may have assigned since this table was made."""
         self.in_functions: set[str] = set()
-        """Names that functions and classes of cells on the ranks read when they are called."""
-        # Names of `in_functions` about which the user has got a notice, until they are assigned
-        # again.  The notebook's value is too big to be sent with a cell that does not use the name
-        # itself (`too_big`), or cannot be sent (`failed`).
+        """Names that functions and classes, which cells have defined on ranks, read when called."""
+        # Names in `in_functions` whose value in the notebook is too big to be sent with a cell that
+        # does not use the name itself (`too_big`), or cannot be sent (`failed`).  The user has got
+        # a notice about each name.  A name is removed when the notebook assigns it again.
         self.too_big: set[str] = set()
         self.failed: set[str] = set()
 
@@ -261,11 +262,12 @@ class NameTable:
     ) -> None:
         """Record that ranks are new processes, and which variables they lack.
 
-        Each rank lacks the variables that tasks had bound on it.  A variable of the notebook that
-        the rank had is lacking, too, if any rank has changed the variable.  `made` are further
-        names that the rank lacks: the tasks in which ranks died had bound them, maybe on other
-        ranks.  `brought` has by rank the names that were sent with these tasks; `record_lost`
-        counts them as names that the ended process had.
+        A new process lacks the variables that tasks had bound on its rank.  It also lacks variables
+        of the notebook that the old process had, if any rank has changed them.
+
+        The other arguments are about the tasks in which ranks died.  `made` are names that these
+        tasks have bound on any rank; all `ranks` lack them, too.  `brought` has by rank the names
+        that were sent with the tasks; `record_lost` assumes that the old process had them.
         """
         kinds = {
             name: [entry.kind for entry in self._entries(name, BoundByWorker).values()]
@@ -307,9 +309,10 @@ class NameTable:
         }
 
     def copy_entries(self, ranks: Iterable[int], now: NameTable) -> None:
-        """Copy the entries of `ranks` from `now`, of which this table is an earlier copy.
+        """Take over the entries of restarted `ranks` from the table `now` into this older copy.
 
-        The ranks were restarted since this copy was made, so its entries for them are wrong.
+        The ranks were restarted after this table was copied from `now`, so its own entries
+        describe processes that have ended.
         """
         for rank in ranks:
             self._ranks[rank] = dict(now._ranks.get(rank, {}))
@@ -366,7 +369,7 @@ class NameTable:
         return frozenset(self._entries(name, BoundByWorker))
 
     def is_older(self, name: str, ranks: Container[int]) -> bool:
-        """Return True if any of `ranks` got an object that the notebook has replaced since."""
+        """Return True if any of `ranks` got an object that the notebook no longer has as `name`."""
         return any(rank in ranks for rank in self.ranks_with_older(name))
 
     def ranks_with_older(self, name: str) -> list[int]:
@@ -412,11 +415,18 @@ class NameTable:
         ]
 
     def record_changed_value(self, name: str, rank: int) -> None:
-        """Record that a rank has changed its value of a name that the notebook has bound anew."""
+        """Record that a rank has changed the object that was sent to it under `name`.
+
+        The rank then counts as having bound the name itself.  Call this only for a name that the
+        notebook has assigned since then, so that the notebook keeps the name.
+        """
         self._ranks[rank][name] = BoundByWorker(None, was_sent=True)
 
     def ranks_that_assigned(self, name: str) -> frozenset[int]:
-        """Return those of `ranks_that_own` to which the name was sent before they bound it."""
+        """Return the ranks that own a name (`ranks_that_own`), and got it from the notebook before.
+
+        On these ranks, a task has bound a variable of the notebook again.
+        """
         entries = self._current_entries(name, BoundByWorker).items()
         return frozenset(rank for rank, each in entries if each.was_sent)
 
@@ -478,9 +488,10 @@ class NameTable:
         )
 
     def theirs(self, rank: int) -> list[str]:
-        """Return the names in `bound`, and those sent to the rank whose objects ranks have changed.
+        """Return the names of a rank's variables that tasks have bound or changed, sorted.
 
-        The names are sorted.
+        These are the names in `bound`, and names that were sent to the rank and whose objects any
+        rank has changed.
         """
         sent = (name for name in self._names_of_rank(rank, Sent) if self.is_changed(name))
         return sorted({*self.bound(rank), *sent})
@@ -540,8 +551,8 @@ class NameTable:
     def _current_entries(self, name: str, kind: type[E]) -> dict[int, E]:
         """Return by rank the entries of this kind, if the notebook has not bound the name since.
 
-        That is, the notebook still has the object of the entry's `identity`, or still lacks the
-        name.
+        An entry is returned if the notebook's value is still the object that `identity` of the
+        entry identifies, or if the notebook still has no such variable.
         """
         entries, value = self._entries(name, kind).items(), self._value(name)
         return {

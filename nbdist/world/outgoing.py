@@ -52,7 +52,7 @@ class SendQuestion:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the op."""
+        """The arguments of the op `values.inspect`, by name."""
         return {"objects": dict(self.objects), "names": self.names}
 
 
@@ -180,7 +180,7 @@ class Outgoing:
         changed: dict[int, ChangedParts] = {}
         known_states, ended = self.objects.of(rank), self.objects.ended.get(rank, {})
         states: Iterable[tuple[int, ObjectState]] = self.states.items()
-        if not (ended or self.forces):  # to save time, skip the states that are known objects
+        if not (ended or self.forces):  # to save time, skip objects that have not changed
             known = known_states.get
             states = [(key, state) for key, state in states if known(key) is not state]
         for key, state in states:
@@ -199,10 +199,10 @@ class Outgoing:
         return changed
 
     def _record_unreached(self, parent: ObjectState, ended: Mapping[int, ObjectState]) -> None:
-        """Record in `unreached` the objects that a rank has dropped and the notebook has changed.
+        """Add to `unreached` objects that a rank has dropped and the notebook has changed since.
 
-        Of these, only the objects to which `parent` refers directly are recorded.  `ended` has the
-        states of the dropped objects, by key.
+        Only objects to which `parent` refers directly are added.  `ended` has, by key, the states
+        of all objects that the rank has dropped, as the rank got them.
         """
         for key in parent.children:
             if key in ended and key in self.states and self.states[key] != ended[key]:
@@ -232,13 +232,14 @@ class Outgoing:
     def _dropped_by(
         self, key: int, parts: ChangedParts, known_states: Mapping[int, ObjectState]
     ) -> Iterator[tuple[Token, set[int]]]:
-        """Yield the parts of an object that have dropped other objects, with the keys of these.
+        """Yield each part of an object that has dropped other objects, and the keys of the latter.
 
-        A part has *dropped* the objects to which it led before and no longer leads.  The ranks may
-        have changed a dropped object: `model.half()` gives each weight new memory, and the ranks
-        may have trained the old memory.  Objects that the notebook still has elsewhere are left
-        out, since ranks keep them, too.  But if the part has hidden contents
-        (`_has_hidden_contents`), all dropped objects count.
+        A part has *dropped* an object if it led to the object when it was sent, and does not now.
+        Ranks may have changed a dropped object: for example, `model.half()` gives each weight new
+        memory, and the ranks may have trained the old memory.
+
+        An object that the notebook still has elsewhere does not count as dropped, since ranks keep
+        it, too.  But it does count if the part has hidden contents (`_has_hidden_contents`).
         """
         before, now, links = known_states[key], self.states[key], self.objects.links
         entry = links.by_key.get(key)
@@ -316,10 +317,10 @@ class Outgoing:
     def renew_replaced(self) -> bool:
         """Give a new key to objects whose counterpart on a rank cannot be changed in place.
 
-        Returns True if there were such objects.  Then the caller has to scan and compare all values
-        again, and call this method again, until it returns False: an object that has a replaced
-        object as a part may have to be replaced, too.  The repetition ends, because no rank has an
-        object under a new key, so that no object is replaced twice.
+        With a new key, the object is sent as a new object and replaces its counterpart.  Returns
+        True if there were such objects.  Then the caller has to scan and compare all values again,
+        and call this method again until it returns False: an object that contains a replaced object
+        may have to be replaced, too.  No object is replaced twice, so the repetition ends.
         """
         links = self.objects.links
         replaced = {

@@ -155,11 +155,14 @@ def _keep(namespace: dict[str, Any], function: Any) -> _KeptFunction | None:
 
 
 def _details(function: types.FunctionType) -> Iterator[Any]:
-    """Yield all that a function's pickle has besides the code and the source of its cell."""
+    """Yield a function's name, defaults, annotations and so on, one after the other.
+
+    Together with the code and the source of the cell, this is all that the function's pickle has.
+    """
     yield function.__name__
     for name, value in definitions.details_of(function).items():
         yield name
-        if type(value) is dict:  # a function can be given other values of `__annotations__`
+        if type(value) is dict:  # `__annotations__`, for example, can change in place
             yield len(value)
             for key, part in [*value.items()]:
                 yield key

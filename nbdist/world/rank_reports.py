@@ -24,7 +24,8 @@ class RankReports:
     def __init__(self) -> None:
         self.places: Mapping[int, RankPosition] = {}
         self.present_places: Mapping[int, RankPosition] = {}
-        self.unwoken: Mapping[int, RankPosition] = {}  # of ranks killed because no abort woke them
+        # Where ranks were that the agent has killed, because an abort did not end their waits.
+        self.unwoken: Mapping[int, RankPosition] = {}
         self.requested_at = 0.0  # monotonic seconds; answers to earlier requests are ignored
         self.silent = UnresponsiveHosts((), 0.0)
         self.usage: Mapping[int, Usage] = {}
@@ -42,7 +43,10 @@ class RankReports:
         return sum(each.done for each in moved), sum(each.total for each in moved)
 
     def record_request(self, now: float) -> None:
-        """Drop `places`, since the agent is asked at `now` to locate the ranks anew."""
+        """Record that the agent is asked at `now` where the ranks are, and empty `places`.
+
+        Answers to earlier requests are ignored from then on.
+        """
         self.places, self.requested_at = {}, now
 
     def handle(

@@ -43,12 +43,13 @@ class RankTable:
         # Process ids of dead ranks whose death a cell has reported before they could be replaced.
         self.told_deaths: set[int] = set()
         self.joined: dict[str, None] = {}
-        # What was done last about a broken group.  A restart of ranks that the user has requested
-        # counts as "heal", whatever the option `--on-failure` says.
+        # How a broken group was repaired last: as one of the values of the option `--on-failure`.
+        # A restart of ranks that the user has requested counts as "heal".
         self.last_policy: OnFailure = "heal"
-        # The changes of numbers by the last attempts to form the group, since it was whole before.
+        # Which ranks have got new numbers since the group was last whole, in one or more attempts
+        # to form it again.
         self.renumbering = Renumbering.none(spec.world_size)
-        self._newly_replaced: dict[int, Died] = {}  # by changes since the last `settle_changes`
+        self._newly_replaced: dict[int, Died] = {}  # ranks replaced since the last `settle_changes`
         self._is_settled = True
         self._last_applied: Healed | None = None
         self._renumbered: Renumbering | None = None  # all changes since `pop_renumbering`
@@ -99,7 +100,8 @@ class RankTable:
         """Copy the facts after the agent has tried to form the group again, and note the changes.
 
         There may be more or fewer workers than before.  Return False, and note no changes, if this
-        message was applied before: Stop may have come before the caller could remove the message.
+        message was applied before: Stop can interrupt the caller, which then handles the message a
+        second time.
         """
         self.apply(healed.facts, self.machines.name(0))
         if healed is self._last_applied:
@@ -118,7 +120,8 @@ class RankTable:
     def settle_changes(self) -> tuple[int, ...]:
         """Record that the group is whole after all changes; return the ranks that were replaced.
 
-        Until this call, `renumbering` combines the changes of several attempts to form the group.
+        Attempts to form the group can fail.  So until this call, `renumbering` combines the new
+        numbers of all attempts.
         """
         replaced, self._newly_replaced = self._newly_replaced, {}
         self.replaced |= replaced

@@ -43,10 +43,10 @@ from nbdist.world.stop import SPARE_TIMEOUT, StopAction, StopEvent
 from nbdist.world.task_error import error_of
 from nbdist.world.task_run import RankOutputs, TaskRun
 
-CELL_TICK = 0.25  # seconds between two yields without output; short, as a panel shows a clock
+CELL_TICK = 0.25  # seconds between two yields without output; short, since panels show a clock
 EAGER_SECONDS, EAGER_TICK = 0.2, 0.05  # a shorter tick at first, so that the panel appears in time
-LEAVE_SECONDS = 0.3  # seconds after a SIGINT; a kernel that restarts announces its end by then
-LEFTOVERS_GRACE = 1.5  # seconds for GPUs to complete collectives, and for nccl2 to notice that
+LEAVE_SECONDS = 0.3  # seconds after a SIGINT in which a kernel that restarts announces its end
+LEFTOVERS_GRACE = 1.5  # seconds for GPUs to complete collectives, and for torch to notice that
 SLOW_GRACE = 5.0  # seconds for a finished rank to answer: its machine may be busy, or its GIL held
 HEAL_TIMEOUT = 900.0  # seconds; must exceed a head's time for all tries; Stop ends the wait
 HEAL_AFTER_STOP = 8.0  # seconds; then control is returned, and the next cell tries again
@@ -117,7 +117,7 @@ def _receive_beside_others(engine: Engine, running: TaskRun, timeout: float) -> 
     Unless the task `running` is itself a job, also show the new output of jobs.
     """
     inbox.receive(engine, timeout)
-    if not running.stop.is_of_job:  # jobs are followed in short steps
+    if not running.stop.is_of_job:  # a job must not show the output of other jobs
         engine.hooks.step_others()
 
 
@@ -220,7 +220,7 @@ def _complete(engine: Engine, running: TaskRun) -> None:
             recovery_text=healing_text(engine, lost),
             recovered_ranks=tuple(lost) if is_healed else engine.rank_table.everyone,
         )
-    if engine.task_table.last is None:  # the policy has restarted all workers
+    if engine.task_table.last is None:  # `heal` has restarted all workers and emptied the table
         engine.task_table.last = running
     running.ending = replace(
         running.ending,
@@ -247,7 +247,7 @@ def _abort_leftovers(engine: Engine, running: TaskRun) -> None:
     last_places: dict[int, RankPosition] = {}  # of the ranks that have answered
     while looks < 2 or time.monotonic() < enough:
         places = _locate(engine, running)
-        # Collectives of other tasks go on.
+        # Leave out ranks that run other tasks, whose collectives must go on.
         free = {*engine.rank_table.everyone} - {*engine.task_table.unfinished}
         answers = {
             rank: place for rank, place in places.items() if rank in free and not place.holds_gil
@@ -315,7 +315,8 @@ def regroup(engine: Engine, request: Heal | Scale | Grow) -> tuple[tuple[int, ..
     """Let the agent form the group again, and run the set-up cells in new workers.
 
     Returns the ranks that were replaced, and why the group did not get the requested size, or "".
-    If the ranks share no group afterwards, the state is BROKEN and `RankTable.problem` says why.
+    If the ranks share no group afterwards, the state is BROKEN, and `RankTable.problem` says why.
+    If the agent has ended, the state is LOST.
     """
     table, running = engine.rank_table, engine.task_table.last
     replaced, new, why = tuple[int, ...](), set[int](), ""

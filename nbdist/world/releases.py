@@ -20,8 +20,8 @@ class Releases:
     """The ranks of a task whose waits in collectives were ended, and why.
 
     A wait ends if the agent aborts the rank's collectives, or if another rank closes the
-    connections between them.  Both make torch raise an error about connections; the user gets a
-    short `Failure` in place of it.
+    connections between them.  Then the rank raises torch's error about connections, or
+    KeyboardInterrupt if the backend is nccl.  The user gets a short `Failure` instead.
     """
 
     def __init__(self, task: Task, transcript: Transcript) -> None:

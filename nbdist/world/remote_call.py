@@ -85,7 +85,10 @@ def _find_file(name: str) -> tuple[str, str]:
 
 
 def _find_module(name: str) -> tuple[str, str]:
-    """Return a module's file, and the folder of the program's code; twice "" without a file."""
+    """Return the file of a module, and the folder in which the program's code is.
+
+    Both are "" if the module has no file, for example because it is built in.
+    """
     if name.endswith(".py") or os.sep in name:
         module = name.removesuffix(".py").strip("./").replace(os.sep, ".")
         raise UsageError(
@@ -121,8 +124,8 @@ def _find_spec(name: str) -> ModuleSpec | None:
         with suppress(ValueError):  # an empty name, or `__main__`
             spec = find_spec(first)  # this also asks the finders of editable installations
     for part in others:
-        # Find only the last part of the name: by the full name, a namespace package looks for its
-        # parent among the imported modules.
+        # Search for `part` alone in the folders of its package.  A search by the full name would
+        # fail in a namespace package, which looks for its parent among the imported modules.
         path = spec.submodule_search_locations if spec else None
         spec = PathFinder.find_spec(part, [*path] if path else [])
     return spec
@@ -265,9 +268,10 @@ def _parcels_of_plain(
 
 
 def outdated_names(engine: Engine, names: Iterable[str]) -> dict[int, list[str]]:
-    """Return, by rank, those of `names` that the notebook has bound again since it sent them there.
+    """Return, by rank, the names whose value on the rank is older than the notebook's.
 
-    The ranks then use the notebook's present values of these names during the call, as in a cell.
+    The notebook has bound such a name again since it sent the name to the rank.  During the call,
+    the rank uses the notebook's present value, as in a cell.
     """
     outdated: dict[int, list[str]] = {}
     for name in names:
@@ -330,7 +334,10 @@ def _log_kept(outgoing: Outgoing) -> None:
 
 
 def run(engine: Engine, task: Task, max_restarts: int = 0) -> CellResult[Any]:
-    """Run a task, and again if it fails, at most `max_restarts` times; return as `outcome`."""
+    """Run a task, and again if it fails, at most `max_restarts` times; return the last result.
+
+    Shows output and raises errors as `outcome` does.
+    """
     return outcome(engine, _attempts(engine, task, max_restarts))
 
 

@@ -56,7 +56,7 @@ def restart(
             engine.kept = kept
             engine.configure(before, name=table.spec.name)
         raise
-    # Only now, since other machines determine the size during the start.
+    # The new size is known only now, because other machines can change it during the start.
     engine.setup.renumber(Renumbering(size, engine.size, {}))
     try:
         error = recovery.replay(engine, table.everyone)
@@ -128,7 +128,8 @@ def scale(engine: Engine, n: int | str | None = None, ranks: RankSelection | Non
         return
     spec, engine.start_notes.warning = scaled(table.spec, size, keep=keep)
     _, why = recovery.regroup(engine, Scale(spec, keep))
-    # `Engine.apply_healed` leaves a head's config alone: machines come and go.
+    # If a head manages the workers, `Engine.apply_healed` does not change the size in the config,
+    # because machines come and go.  But the user has requested this change of the size.
     if table.is_elsewhere and engine.connection.lost is None:
         engine.config = engine.config.with_size(engine.size)
     _check_formed(engine)
@@ -149,7 +150,7 @@ def fetch_kept(
 ) -> dict[int, list[bytes]]:
     """Return, by rank, the pickles of the named variables, as frames for `dispatch.bind_kept`.
 
-    Raises UsageError if no rank has one of the variables, and else the errors of `dispatch.run`.
+    Raises UsageError if there is a variable that no rank has, and the errors of `dispatch.run`.
     """
     if not names:
         return {}

@@ -48,7 +48,7 @@ class Contents:
 
     @classmethod
     def read(cls, packed: object, names: Names) -> Contents:
-        """Unpickle the contents that a rank has sent; leave out attributes that this fails for."""
+        """Unpickle what a rank has sent, and leave out attributes that cannot be unpickled."""
         if not isinstance(packed, Payload):
             return cls()
         args, attributes, whole = unpickle(open_payload(packed), names)
@@ -227,7 +227,7 @@ class CellResult(Generic[R_co]):
     @property
     def _were_asked_for(self) -> bool:
         task = self.task
-        if task.brings_small:  # only a source that ends with a value returns one
+        if task.brings_small:  # the values are None if the source does not end with an expression
             return any(value is not None for value in self.by_rank.values())
         return bool(task.keeps or task.fetch or not isinstance(task.work, CellCode))
 
@@ -280,7 +280,7 @@ class CellResult(Generic[R_co]):
         return self.by_rank[rank]
 
     def keys(self) -> abc.KeysView[int]:
-        """Return the ranks that have an entry in `by_rank`."""
+        """Return the ranks in `by_rank`, which has the values; unlike `values`, raises no error."""
         return self.by_rank.keys()
 
     def values(self) -> abc.ValuesView[R_co]:
@@ -385,7 +385,7 @@ def log_lines(log: LogTail, pattern: re.Pattern[str] | None) -> list[str]:
 
 
 def logs_text(logs: Iterable[LogTail], who: Who = name_ranks) -> list[str]:
-    """Return the lines of logs below heads such as `── ranks 0-1 (same) · stderr ──`.
+    """Return the lines of logs, below headings such as `── ranks 0-1 (same) · stderr ──`.
 
     Equal logs of several ranks are written once.  Empty logs are left out.
     """
@@ -413,7 +413,7 @@ def wanted_level(*, is_shown: bool) -> int | None:
     """Return the lowest level of log records that workers should send to this process.
 
     Returns None if this process has no handler for them; then the worker's own logging prints its
-    records.  `is_shown` is as in `_handlers`.
+    records.  `is_shown` is True if the notebook shows the output of ranks.
     """
     loggers = [logging.getLogger("nbdist")]
     for name, each in [*logging.Logger.manager.loggerDict.items()]:
@@ -425,7 +425,10 @@ def wanted_level(*, is_shown: bool) -> int | None:
 
 
 def hand_over(record: Record, *, is_shown: bool) -> None:
-    """Pass a worker's log record to the handlers of this process; `is_shown` as in `_handlers`."""
+    """Pass a worker's log record to the handlers of this process.
+
+    `is_shown` is True if the notebook shows the output of ranks.
+    """
     logger = logging.getLogger(f"nbdist.{record.host}.{record.local_rank}")
     handlers = [*_handlers(logger, is_shown)]
     if not logger.isEnabledFor(record.level) or not handlers:

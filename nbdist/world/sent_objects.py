@@ -101,7 +101,10 @@ class SentObjects:
         return self.known.setdefault(rank, {})
 
     def may_differ(self, ranks: Iterable[int]) -> bool:
-        """Return True if objects of any rank were not compared since the notebook ran code."""
+        """Return True if objects of any of `ranks` may differ from the notebook's objects.
+
+        This is so if the notebook has run code since these objects were last compared.
+        """
         return any(self._compared.get(rank) != self.runs for rank in ranks)
 
     def record_finished(
@@ -149,10 +152,11 @@ class SentObjects:
     def renew_partly_kept(self, lent: Mapping[int, Collection[int]]) -> None:
         """Give new keys to arguments of a finished call that only some of its ranks have kept.
 
-        `lent` has by rank the keys of the objects that were new to the rank in the call.  A rank
-        keeps an argument if the function stores it, or if a thread still uses it.  The next call
-        would use the changed object there, and a new one elsewhere.  With a new key, all ranks get
-        the notebook's object.  Objects to which other objects of a rank refer keep their keys.
+        A rank keeps an argument if the function has stored it, or if a thread still uses it.  In
+        the next call with the same argument, that rank would use its own object, which it may have
+        changed, and all other ranks a new copy of the notebook's object.  With a new key, every
+        rank gets a new copy.  `lent` has by rank the keys of the objects that were new to the rank
+        in the call.  Objects to which other objects of a rank refer keep their keys.
         """
         kept, deleted = set[int](), set[int]()
         for rank, keys in lent.items():
@@ -175,10 +179,11 @@ class SentObjects:
             self.changed.pop(key, None)
 
     def sendable_parts(self, key: int, parts: ChangedParts) -> ChangedParts | bool:
-        """Return the changed `parts` of an object without those that ranks keep as their own.
+        """Return those of an object's changed `parts` that may be sent to ranks.
 
-        Returns False if nothing is left.  If `parts` is None, for the whole object, returns True if
-        ranks keep no part of the object, and else False.
+        Parts that ranks keep as their own (`theirs`) are left out; if no part is left, returns
+        False.  `parts` is None if the whole object has changed.  Then returns True if the object
+        may be sent, and False if ranks keep any part of it.
         """
         if key not in self.theirs:
             return True if parts is None else parts
@@ -204,7 +209,10 @@ class SentObjects:
         self.known = {r: before.get(was[r], {}) if r in was else {} for r in range(after)}
 
     def reach(self, rank: int, token: Token) -> set[int]:
-        """Return the keys of the rank's objects to which the value with this token leads."""
+        """Return the keys of all objects on a rank that belong to the value with this token.
+
+        These are the objects to which the value refers, directly or through other objects.
+        """
         return reachable_keys(self.of(rank), keys_in(token))
 
     def ranks_with(self, key: int) -> frozenset[int]:

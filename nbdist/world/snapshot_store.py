@@ -123,10 +123,11 @@ def owner_of(pool: str) -> str:
     The default pool is not named.
     """
     main = vars(sys.modules["__main__"])
-    # JupyterLab and VS Code tell a kernel its file.
+    # JupyterLab and VS Code tell a kernel the path of its notebook.  While a notebook has no name
+    # yet, the path is a folder and ends with "/".
     in_jupyter = os.environ.get("JPY_SESSION_NAME") if "ipykernel" in sys.modules else None
     file = main.get("__vsc_ipynb_file__") or in_jupyter or main.get("__file__")
-    if isinstance(file, str) and not file.endswith(os.sep):  # an unnamed notebook has a folder here
+    if isinstance(file, str) and not file.endswith(os.sep):
         program = os.path.normpath(os.path.join(folders.current_folder(), file))
     else:
         program = _kernel() or NO_FILE

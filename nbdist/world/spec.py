@@ -85,7 +85,7 @@ def parse_line(line: str) -> dict[str, str]:
 
 
 DEFAULT_LOG_LIMIT = "200M"
-LEAST_MEMORY = 20 << 20  # bytes that any worker needs; it has about 45 MB of its own
+LEAST_MEMORY = 20 << 20  # bytes; any worker needs more: about 45 MB that it shares with no other
 
 _SIZE = re.compile(r"([0-9]{1,9})\s*([MG])(?:i?B)?", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -133,7 +133,7 @@ def make_spec(
     of = "" if config.pool == DEFAULT_POOL else f"-{config.pool}"
     usual = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{of}"
     pairs = (" ".join(here.argv[at : at + 2]) for at in range(1, len(here.argv)))
-    is_kernel = any(map(_CONNECTION_FILE.fullmatch, pairs))  # then Jupyter has chosen `argv`
+    is_kernel = any(map(_CONNECTION_FILE.fullmatch, pairs))  # Jupyter, not the user, wrote `argv`
     config = replace(
         config,
         launcher=launcher,
@@ -391,13 +391,14 @@ class NotebookSurroundings:
         self._start = self._last = Here()
         self._last_changes: Mapping[str, str | None] = {}
         self._new = dict[str, bool]()  # changed environment variables; True if ranks get the change
-        self._here = self._compare()  # now, since the spec of an attached world may be old
+        # Compare at once: an attached world's spec has the folder of an earlier notebook.
+        self._here = self._compare()
 
     def now(self) -> Surroundings | None:
         """Return the notebook's changes that ranks have to make too; None if there are none.
 
-        These are all changes since the spec was made.  Environment variables that the user or
-        nbdist has set for the ranks are left out.
+        These are all changes since the spec was made or the world was attached.  Environment
+        variables that the user or nbdist has set for the ranks are left out.
         """
         last = self._last
         with suppress(FileNotFoundError):  # the folder was removed: keep the last state

@@ -106,8 +106,8 @@ def _cutter_of_array(name: str, value: Any, dim: int) -> tuple[int, Slicer]:
         return value.shape[dim], lambda start, end: rows[(*before, slice(start, end))].asformat(
             value.format
         )
-    # If True, a part is copied here, once, to a contiguous array.  Pickling a part that is not
-    # contiguous would copy it twice.
+    # If `is_copied` is True, each part is copied to a contiguous array before it is pickled.
+    # Pickling a part that is not contiguous would copy the part twice.
     is_copied = bool(before) and _is_a(value, "numpy", "ndarray")
 
     def part(start: int, end: int) -> Any:

@@ -60,7 +60,7 @@ class Event(Enum):
 
 
 FORMED = (WorldState.READY, WorldState.BROKEN)
-"""The states of a world that has workers, and that does not start, heal or stop at the moment."""
+"""The states of a world that has workers, and that is not starting, healing or stopping."""
 
 # No event leads to RUNNING, INTERRUPTING and STUCK: several tasks can run side by side, so
 # `Engine.state` derives these states of a READY world from its tasks.
@@ -212,7 +212,10 @@ class Prompts:
         self._open.pop(rank, None)
 
     def answered(self, rank: int, now: float) -> None:
-        """Remove the prompt of a rank that the user has answered; see `STAY_SECONDS`."""
+        """Remove the prompt of a rank that the user has answered.
+
+        If the rank soon shows another prompt, the user answers that prompt next (`STAY_SECONDS`).
+        """
         self.drop(rank, now)
         self._last, self._answered = rank, now
 

@@ -53,7 +53,7 @@ class StopAction(Enum):
     """What the code that follows a task has to do after an event."""
 
     INTERRUPT = auto()  # send the agent an interrupt of the ranks that still run the task
-    RECORD = auto()  # send nothing: the agent has interrupted the ranks, or the task holds Stop
+    RECORD = auto()  # send nothing: the agent has interrupted ranks itself, or the phase is HOLDING
     SPARE = auto()  # ask the agent not to kill ranks, and pass SPARED if ranks still run the task
     RETURN = auto()  # return control to the user
 
@@ -147,9 +147,11 @@ class StopState:
         self.phase = StopPhase.HOLDING if patience.holds_stop else StopPhase.RUNNING
         self.presses = 0
         self.is_interruptible = False  # True while Stop may end a block: see `counting_presses`
-        self.interrupts = 0  # how often the ranks were interrupted; also a Stop that was held
+        # How often the ranks were interrupted.  A Stop that was only recorded counts, too.
+        self.interrupts = 0
         self.spared: frozenset[int] = frozenset()  # ranks that are killed only if Stop comes again
-        self.deadline = float("inf")  # when the agent is asked to spare ranks, to return control
+        # At this time the agent is asked to spare the ranks.  Then the user gets control.
+        self.deadline = float("inf")
         self.is_left = False  # True once Stop has returned control although ranks ran the task
         self.was_stalled = False  # a network between ranks was stalled when Stop came
         self._handled = 0  # presses that `poll` has acted on
@@ -189,9 +191,10 @@ class StopState:
 
     @property
     def must_hurry(self) -> bool:
-        """Whether a cell that Stop has interrupted waits for the work after its task.
+        """Whether the work after the task, such as healing, has to end soon because of a Stop.
 
-        That work, such as healing, then has little time (`recovery.HEAL_AFTER_STOP`).
+        This is so while a cell waits for the work and the user has pressed Stop.  Healing then has
+        `recovery.HEAL_AFTER_STOP` seconds.
         """
         return self.is_interruptible and self.was_pressed and not self.is_of_job
 

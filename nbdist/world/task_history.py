@@ -23,7 +23,7 @@ from nbdist.world.sent_objects import Parcel
 from nbdist.world.task_run import TaskRun
 
 ANY = -1
-"""In `Task.names` of a set-up cell: the key, in place of a rank, of names that every rank gets."""
+"""A key in `Task.names` of a set-up cell, in place of a rank: its names are for every new rank."""
 
 
 class Setup:
@@ -199,7 +199,10 @@ class TaskHistory:
         return task.key in self._tasks or any(same)
 
     def sent_before(self, task: int) -> Mapping[str, SentName]:
-        """Return, by name, each variable as it was last sent up to the run with this number."""
+        """Return, by name, the variables that were sent with the run number `task` or earlier runs.
+
+        If a variable was sent several times, the last record is returned.
+        """
         return {each.name: each for each in self.sent if each.task <= task}
 
     def _drop(self, key: str) -> PastTask | None:

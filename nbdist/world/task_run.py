@@ -125,7 +125,7 @@ class TaskRun:
         self.reports = RankReports()
         self.releases = Releases(task, self.transcript)
         self.ending = Ending()
-        self.is_over = False  # whether also the work after the task is done, such as healing
+        self.is_over = False  # True once the work after the task, such as healing, is done
         self.shows_value = False  # whether a rank has displayed the value of the last line
         # Records the outcomes of a rank's items, and returns the rank's next items.  None if the
         # task is no `World.map`, or if another notebook has called `World.map`.
@@ -273,7 +273,8 @@ class TaskRun:
     def result(self) -> CellResult[Any]:
         """Return the result so far, with the values of the ranks that have succeeded.
 
-        If the task has `keeps`, each value in the result is None; call `value` to get the values.
+        If `Task.keeps` is True, the ranks may have kept their values.  Then each value in the
+        result is None, and `value` unpickles the values that ranks have sent.
         """
         transcript, hosts = self.transcript, self.members.machines.by_rank
         done = {rank: each for rank, each in transcript.done.items() if each.status == "ok"}

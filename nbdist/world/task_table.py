@@ -61,8 +61,8 @@ class TaskTable:
         """Return the first stopped task that the next task on `ranks` has to wait for, or None.
 
         This is a stopped task that one of `ranks` still runs.  It can also be a stopped task that
-        all its ranks have finished, on whichever ranks, if `recovery.follow` has not done the work
-        after it, such as healing the group.  Jobs are left out.
+        has ended on all its ranks, whether or not `ranks` have run it, if `recovery.follow` has not
+        done the work after the task, such as healing the group.  Jobs are left out.
         """
         for run in self.known_runs:
             # The caller of a job follows the job to its end, also after Stop.

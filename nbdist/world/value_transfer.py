@@ -94,8 +94,8 @@ def gather(
 def _check_spread(replies: Mapping[int, Brought], ranks: Sequence[int]) -> None:
     """Raise UsageError if a sharded value cannot be put together from its parts.
 
-    This is so if a rank that holds a part of the value is not among `ranks`, or if the ranks do not
-    shard the value in the same way.
+    All ranks that hold a part of the value must be among `ranks`, and must shard the value in the
+    same way.
     """
     for brought in replies.values():
         for number, part in enumerate(brought.spread):

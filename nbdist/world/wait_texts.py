@@ -12,14 +12,17 @@ from nbdist.world.task_run import TaskRun
 
 
 def activity_text(running: TaskRun) -> str:
-    """Say where the unfinished ranks of a task are, as far as that is known; or ""."""
+    """Say where the unfinished ranks of a task are; return "" if no place is known."""
     places, unfinished = running.reports.present_places, running.unfinished
     known_places = {rank: places[rank] for rank in unfinished if rank in places}
     return hangs.waits_text(known_places, running.task.source)
 
 
 def waiting_text(running: TaskRun) -> str:
-    """Say which machines do not respond, whether a network stalls, and which ranks wait; or ""."""
+    """Say which machines do not respond, whether a network is stalled, and which ranks wait.
+
+    Returns "" if there is nothing to say.
+    """
     reports = running.reports
     stalled = hangs.stalled_text(reports.places, running.members.machines)
     texts = hangs.silent_text(reports.silent), stalled, _collectives_text(running)
@@ -27,7 +30,7 @@ def waiting_text(running: TaskRun) -> str:
 
 
 def _collectives_text(running: TaskRun) -> str:
-    """Say which ranks wait in which collective, and where other ranks are; or "".
+    """Say which ranks wait in which collective, and where other ranks are.
 
     The text is "" if no rank waits in a collective, or if a rank waits for input.  If the task runs
     on all ranks, the text is also "" in the first `Patience.hang_timeout` seconds.

@@ -63,7 +63,7 @@ class Model:
         return [each for each in parts if isinstance(each, dict)]
 
     def change(self, comm: Comm) -> None:
-        """Update the state from a message that has the state or a part of it; ignore others."""
+        """Update the state from a message, if the message has the state or a part of the state."""
         state = comm.data.get("state")
         if not isinstance(state, Mapping):
             return
@@ -285,10 +285,14 @@ def merged(comms: Iterable[Comm]) -> list[Comm]:
     """Return the messages, with successive changes of a widget's state joined to one message.
 
     Without this, a loop that moves a slider would send the page a message for each step and rank,
-    and Jupyter's server drops messages beyond 1,000 a second.  Only numbers and texts are replaced
-    by later values: plotly sends a call as a value of another type and then None, and both must
-    arrive.  Changes right after the opening of a widget are put into the message that opens the
-    widget, because anywidget loses messages that come while a page loads its code.
+    and Jupyter's server drops messages beyond 1,000 a second.
+
+    Only changes to numbers and texts are joined, so that a later value replaces an earlier one.
+    Values of other types must all arrive: plotly, for example, sends a call as a dict and then
+    sends None.
+
+    Changes that directly follow the opening of a widget are put into the message that opens it.
+    Otherwise anywidget would lose changes that arrive while a page loads the widget's code.
     """
     result: list[Comm] = []
     fresh: dict[str, int] = {}  # by id, the index in `result` of an opening message without buffers

@@ -303,7 +303,8 @@ class World:
                 memory.pop_all()
         return result
 
-    # A ParamSpec cannot have further arguments, so calls with `ranks` or `rank` are checked less.
+    # A ParamSpec cannot be combined with further keyword arguments.  So if `ranks` or `rank` is
+    # given, type checkers do not check the function's arguments.
     @overload
     def run(
         self, function: Callable[..., R], /, *args: Any, ranks: RankSelection, **kwargs: Any

@@ -33,7 +33,7 @@ class WorldOutputs:
         self._late: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)
 
     def add_late(self, rank: int, output: Any) -> None:
-        """Keep an output that a rank made while it ran no task; `pop_late` returns it."""
+        """Keep an output that belongs to no running task, until `pop_late` returns the output."""
         self._late.append((rank, output))
 
     def pop_late(self) -> list[tuple[int, Any]]:
