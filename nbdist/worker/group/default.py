@@ -107,7 +107,8 @@ class DefaultGroup:
         excepthook = sys.excepthook
         self._backend, self._has_gpu = start.world.backend or "", start.device != "cpu"
         self._rank, self._size = start.rank, start.world.world_size
-        # A rank that comes later would be the only one to print the note.
+        # In a world that was healed or scaled, do not print the note that the group exists already:
+        # the old ranks may have printed it, so a new rank would print it alone.
         self._has_printed_note |= start.generation > 1
         try:
             self._init(
@@ -125,10 +126,10 @@ class DefaultGroup:
         self._entries = seam.entries_of(self.group)
 
     def pop_groups(self) -> list[ProcessGroup]:
-        """Destroy all groups in torch's tables; return the destroyed groups and the world's group.
+        """Destroy all groups in torch's tables, and return them together with the world's group.
 
-        The tables lack the world's group if user code has made another default group. If there is
-        no default group, nothing is destroyed, and only the world's group is returned.
+        The world's group is not in the tables if user code has made another default group. Without
+        a default group nothing is destroyed, and only the world's group is returned.
         """
         # If there is no default group, user code has destroyed it, or an attempt to form it failed.
         if not dist.is_initialized():
@@ -151,8 +152,9 @@ class DefaultGroup:
     def _name(self, torch_name: str, ranks: Sequence[int], use_hashed_name: bool) -> str:  # noqa: FBT001
         if not self._task:
             return torch_name
-        # Only the members of a group with a hashed name call this function for the group. So they
-        # count only the groups with the same members, as their counts of all groups may differ.
+        # torch names some groups by a hash of their ranks, and then only the group's members call
+        # this function. So count groups separately for each list of members: all members of a group
+        # agree on this count, but they may have made different numbers of other groups.
         prefix = f"{self._task}.{'_'.join(map(str, ranks))}" if use_hashed_name else self._task
         self._name_counts[prefix] += 1
         return f"{prefix}.{self._name_counts[prefix]}"
@@ -205,10 +207,10 @@ class DefaultGroup:
         return None
 
     def _contradiction(self, arguments: Mapping[str, Any]) -> str:
-        """Return why the world's group cannot be the result of a call of `init_process_group`.
+        """Return why the world's group is not what a call of `init_process_group` asks for.
 
-        `arguments` are those of the call. The text is for the user, with a remedy. Return "" if the
-        world's group fits.
+        `arguments` are the arguments of the call, such as another backend or size. The text tells
+        the user what to change. Return "" if the world's group is what the call asks for.
         """
         size, rank = arguments.get("world_size", -1), arguments.get("rank", -1)
         if size not in (-1, self._size):
@@ -308,8 +310,8 @@ def _replace_everywhere(function: Callable[..., Any], by: Callable[..., Any]) ->
 
 # --- DDP and FSDP2 models ---------------------------------------------------------------------
 
-# By module, bucket layouts that `set_bucket_layout` has set. DDP's own log lacks them: it has only
-# layouts that DDP itself has chosen.
+# The bucket layouts that `set_bucket_layout` has set, by DDP module. They are kept here because
+# DDP's own log has only layouts that DDP itself has chosen.
 _given_layouts: WeakKeyDictionary[Any, list[list[int]]] = WeakKeyDictionary()
 
 
@@ -328,14 +330,14 @@ def reset_interrupted_steps() -> None:
 
 
 def move_models(before: ProcessGroup, after: ProcessGroup) -> None:
-    """Move DDP modules from the group `before` to `after`, the new default group.
+    """Make DDP modules on the group `before` use `after`, the new default group.
 
-    The modules get new reducers, so that all ranks have the same buckets. With the old reducers, a
-    model that has made a step would have other buckets than a new model on another rank, and the
-    ranks would add gradients of different parameters.
+    Each module gets a new reducer, which adds up the gradients of all ranks in buckets. An old
+    reducer may have other buckets than the reducer of a new rank, and then the ranks would add up
+    gradients of different parameters.
 
-    A module on a stale subgroup (`refuse_stale`) raises an error in its forward from now on: its
-    reducer calls the group in C++, where no call can be checked.
+    If a DDP module is on a subgroup that has ended because the world was scaled, its forward raises
+    an error from now on. `refuse_stale` does not suffice here, as DDP calls the group from C++.
     """
     for model in ddp_models():
         if model.process_group is before:
@@ -349,7 +351,11 @@ def _raise(why: str, *_: Any) -> None:
 
 
 def renew_reducers() -> None:
-    """Give DDP modules on the default group new reducers; all ranks must call this together."""
+    """Give DDP modules on the default group new reducers; all ranks must call this together.
+
+    Afterwards all ranks reduce gradients in the same buckets. Before, buckets can differ, such as
+    after a model was copied to one of the ranks.
+    """
     default = dist.group.WORLD
     for model in ddp_models():
         if default is not None and model.process_group is default:
@@ -369,8 +375,8 @@ def instances_of(kind: type) -> Iterator[Any]:
 def bucket_layout(net: Any) -> list[list[int]]:
     """Return the numbers of the parameters in each bucket in which DDP reduces gradients.
 
-    With three ranks or more, the buckets decide the last bits of gradients. Return [] before DDP
-    has chosen its buckets, in the first step.
+    With three ranks or more, the buckets decide the last bits of gradients. Return [] until DDP has
+    chosen its buckets, which it does in its first step.
     """
     layout = models_seam.buckets_of(net)
     return _given_layouts.get(net, []) if layout is None else layout

@@ -7,10 +7,12 @@ among the process's sockets. So all backends share one network device of gloo: t
 gloo has accepted all belong to the port on which this device listens.
 
 From torch 2.14 on, a backend can be connected again after an abort. In a test, 260 such connections
-in a row (torch 2.15, two ranks) left no further thread or descriptor.
+in a row (torch 2.15, two ranks) left no further thread or descriptor. Before ranks connect a
+backend, they find each other in a store; this store and its time limit are a `Meeting`.
 
-A wait for a message from any rank belongs to no connection. So importing this file replaces
-`Work.wait` by `wait`, which keeps a list of all waits and measures their time.
+Shutting down connections does not end a `recv` that accepts a message from any rank. So importing
+this file replaces `Work.wait` by `wait`, which keeps a list of all waits, so that `Gloo.abort` can
+end them. `wait` also measures how long a rank waits.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ against hangs, which `nbdist.world.hangs` finds within seconds.
 """
 
 GLOO_RENEWAL_TIMEOUT = 5.0
-"""The timeout in seconds for a backend to connect again, once all ranks have come.
+"""The timeout in seconds for a backend to connect again, once all ranks have come to the store.
 
-gloo can take five times as long as it is told, which is still less than agents wait.
+gloo can take five times as long, which is still less than the 30 s that agents wait.
 """
 
 GLOO_THREADS = 2  # for each backend, as in torch; with 1 a small all_reduce takes 1.7 times as long
@@ -62,7 +64,7 @@ LACKS = re.compile(
     "out of memory|bad_alloc|"
     + "|".join(map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM)))
 )
-"""Matches messages of C code and Python about limits of this process: memory and descriptors."""
+"""Matches messages of C code and Python which say that memory or file descriptors have run out."""
 
 NO_THREAD = re.compile(f"can't start new thread|{os.strerror(errno.EAGAIN)}")
 
@@ -97,8 +99,9 @@ def is_between_ranks(error: Exception) -> bool:
     """
     text = str(error)
     if NO_THREAD.search(text):
-        # No thread could be started. If this process has a limit of addresses, that limit may be
-        # the reason. Otherwise the reason is the limit of threads, which all ranks share.
+        # No thread could be started. If this process has a limit on address space (`ulimit -v`),
+        # it may have reached that limit. Otherwise the cause is the limit on the number of threads,
+        # which all ranks share.
         return resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
     is_between = isinstance(error, ConnectionError | dist.DistError | BadEnvironment)
     return (is_between or "gloo/" in text) and not LACKS.search(text)
@@ -122,15 +125,17 @@ class Gloo:
     def __init__(self) -> None:
         self._device, self._port = _make_device()
         self._opened: set[int] = set()  # inodes of connections that gloo has opened
-        # The meeting in which the next new backend connects. None if user code makes the backend,
-        # which then connects in the store that it is given.
+        # Where the next new backend meets the other ranks. This is None if user code makes the
+        # backend: the ranks then meet in the store that user code passes.
         self.next_meeting: Meeting | None = None
-        # A renewable backend keeps its store. So all backends get this store, which `leading_to`
-        # directs to another meeting each time that a backend connects.
+        # A backend that can connect again always uses the store with which it was made. So all
+        # backends get this store, and whenever one connects, `leading_to` makes the store pass
+        # calls to the store where the ranks meet now.
         self.store = AbortableStore(Meeting(None))
-        # A lazy device connects ranks only in the first collective, when the store no longer leads
-        # to the backend's meeting. So its backends cannot be renewed.
-        is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() in ("1", "y", "yes", "t", "true")
+        # With TORCH_GLOO_LAZY_INIT ranks connect only in the first collective. By then `self.store`
+        # no longer passes calls to the right store, so backends cannot connect again.
+        lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower()
+        is_lazy = lazy in ("1", "y", "yes", "t", "true")  # as torch reads the variable
         self.renews = seam.RENEWS_GLOO and not is_lazy
         self._init = seam.when_gloo_is_made(self._make)
 
@@ -138,7 +143,7 @@ class Gloo:
         return f"<Gloo on port {self._port}, {self.store}>"
 
     def new(self, meeting: Meeting, rank: int, size: int, timeout: timedelta) -> Any:
-        """Make a gloo backend, which no group has yet, and connect it to the other ranks."""
+        """Make a gloo backend that belongs to no group yet, and connect it to the other ranks."""
         self.next_meeting = meeting
         return ProcessGroupGloo(meeting.store, rank, size, timeout)
 
@@ -188,8 +193,9 @@ class Gloo:
 
         Raises ConnectionResetError if the meeting is called off meanwhile.
         """
-        # A meeting that can be called off needs a thread: gloo itself goes on waiting for a rank
-        # that has written its address and failed afterwards.
+        # If the agent can call the meeting off, connect in another thread, which this thread can
+        # leave alone. gloo itself would go on waiting for a rank that has written its address to
+        # the store and has failed afterwards.
         with self._recording_opened():
             if meeting.cancel_path is None:
                 connect(meeting.store)
@@ -227,7 +233,7 @@ class Gloo:
             with suppress(OSError):  # raised if the other rank has closed the connection
                 connection.shutdown(socket.SHUT_RDWR)
                 ended += 1
-        # A wait for a message from any rank does not end with the connections.
+        # A `recv` that accepts a message from any rank has not ended with the connections.
         for each in tuple(_waits):
             each.is_over = True
             seam.end_receive(each.work)
@@ -243,7 +249,9 @@ class Gloo:
         for fd, inode in [*sockets()]:
             with suppress(OSError), borrowed(fd, inode) as listener:
                 if listener.getsockname()[1] == self._port:
-                    os.dup2(nothing, fd)  # gloo's objects still use the number: do not free it
+                    # Replace the socket, and do not close it: gloo's objects use its number, which
+                    # Linux would otherwise give to another file.
+                    os.dup2(nothing, fd)
         os.close(nothing)
 
     def connections(self) -> Iterator[socket.socket]:

@@ -4,6 +4,9 @@ After an abort the group's backend connects again; before torch 2.14 a new backe
 The group's object stays the same, so DDP modules, subgroups and meshes can still be used, unless
 the world's size changes. In each worker the main thread forms the group, and the control thread
 aborts it and forms it again.
+
+Each attempt to form all groups is a generation. In each generation, the members of a group first
+find each other in a store (`Meeting`), and then connect their backends.
 """
 
 from __future__ import annotations
@@ -36,11 +39,12 @@ from nbdist.worker.group.stores import (
     TorchRendezvous,
 )
 
-# Parts of the store's keys. New ranks of an old world report under `ARRIVED` that they have come.
+# Parts of the store's keys. New ranks of an existing world report under `ARRIVED` that they have
+# come, and `Group.resize` waits for these reports.
 ARRIVED = "arrived"
 # The world's group meets under `WORLD`. Other groups meet under the names that torch gave them.
 WORLD = "world"
-# The nccl backend of a group meets under the group's name, `OF_NCCL` and the backend's name.
+# To connect nccl, the members of a group meet under a longer name, such as `world/is nccl`.
 OF_NCCL = "/is "
 
 
@@ -59,7 +63,7 @@ class GroupSide:
 
 
 class Group:
-    """A worker's side of the world's group, and of all groups that user code has made from it."""
+    """Forms and aborts the process groups of a worker: the world's group and its subgroups."""
 
     def __init__(self, start: WorkerStart) -> None:
         self._start = start
@@ -76,7 +80,8 @@ class Group:
         # This store stays the same whenever the group is formed again, because torch keeps it for
         # the `new_group` of user code.
         self._shared = AbortableStore(Meeting(self._store_of(0, WORLD)))
-        # The backends of groups for which this rank has no object (`_connect_others`).
+        # If this rank has no object for a group, it connects one of these backends, because the
+        # other members can connect only together with this rank (`_connect_others`).
         self._stand_ins: list[Any] = []
         self.is_whole = True
         self.task_began_ns = 0
@@ -130,10 +135,10 @@ class Group:
         return members
 
     def count_beyond(self, ranks: Collection[int]) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Return, by name, the groups that have members besides `ranks`, the ranks of a task.
+        """Count this rank's collectives in groups that have members outside of a task's `ranks`.
 
-        Each value is the number of collectives that this rank has begun in the group, and the
-        group's members that are not in `ranks`. Return {} if `ranks` are all ranks of the world.
+        Return, by the group's name, how many collectives this rank has begun in the group, and the
+        members that are not in `ranks`. Return {} if the task runs on all ranks of the world.
         """
         if len(ranks) == self.size:
             return {}
@@ -147,10 +152,11 @@ class Group:
     def reached_beyond(
         self, ranks: Collection[int], before: Mapping[str, tuple[int, tuple[int, ...]]]
     ) -> tuple[int, ...]:
-        """Return the ranks besides `ranks` that this rank has involved by collectives of a task.
+        """Return the ranks outside of a task's `ranks` that the task has reached by collectives.
 
-        They are the other members of each group in which this rank has begun collectives since
-        `before`, the result of `count_beyond` at the beginning of the task.
+        They are members of groups in which this rank has begun collectives since `before`, the
+        result of `count_beyond` at the beginning of the task. The notebook warns of such ranks, as
+        they may have exchanged values with the task from another cell.
         """
         now = self.count_beyond(ranks)
         reached = (on for n, (count, on) in now.items() if count > before.get(n, (0, ()))[0])
@@ -222,12 +228,12 @@ class Group:
         """Make torch's default group of all ranks; its gloo backend connects in `meeting`."""
         start = self._start
         if start.sized_in > 1:
-            # Give the group a new name, which all ranks use in keys of the store. By the old name a
-            # mesh of the earlier size would find this group.
+            # Give the group of the new size a new name, which all ranks use in keys of the store.
+            # By the old name, a mesh of the earlier size would find the new group.
             self._default.name_after(f"sized{start.sized_in}")
         is_first = start.generation == 1
-        # Let the backend connect in `meeting`, and not in the store that torch passes to it, which
-        # adds prefixes to keys: survivors use keys without prefixes.
+        # Make the backend use the store of `meeting`. The store that torch passes adds prefixes to
+        # keys, so a new rank would not find the survivors, which use keys without prefixes.
         self._gloo.next_meeting = meeting
         try:
             # In later generations make the group without torch's wrapper that compares collectives:
@@ -283,8 +289,9 @@ class Group:
     def regroup(self, generation: int, groups: Mapping[str, tuple[int, ...]]) -> None:
         """Connect every group of this rank again, so that the groups' objects can still be used.
 
-        All ranks must call this at the same time. `groups` has by name the members of each group
-        that any rank has, except the world's. Raises RuntimeError if other ranks do not come.
+        All ranks must call this at the same time. `groups` has the members of each subgroup, by
+        its name, even if this rank has no object for it. Raises RuntimeError if other ranks do not
+        come.
         """
         limit = self._max_generations()
         if limit is not None and generation > limit:
@@ -324,11 +331,11 @@ class Group:
             store.start_over()
 
     def _connect_others(self, generation: int, groups: Mapping[str, tuple[int, ...]]) -> None:
-        """Connect this rank's groups other than the world's.
+        """Connect all groups that have this rank as a member, except for the world's group.
 
         All ranks connect their groups in the order of names. Otherwise two ranks could wait for
-        each other in different groups. If this rank has no object for a group, an unused backend
-        stands in, because the other members connect to all members.
+        each other in different groups. If this rank has no object for a group, it connects a
+        backend that is never used, because the other members can connect only with all members.
         """
         subgroups = self._default.subgroups()
         self._stand_ins.clear()
@@ -379,7 +386,8 @@ class Group:
     def _connect_nccl(self, side: GroupSide, generation: int) -> None:
         """Connect a group's nccl backend.
 
-        If this rank has no object for the group, make and connect an unused backend instead.
+        If this rank has no object for the group, make and connect a backend that is never used,
+        because the other members can connect only with all members.
         """
         if self._nccl is None:
             return
@@ -428,7 +436,10 @@ class Group:
         return side.members.index(self._start.rank)
 
     def _meeting_of(self, name: str, generation: int) -> Meeting:
-        """Return the meeting of a group's members in a generation; the agent can call it off."""
+        """Return where a group's members find each other in a generation.
+
+        The agent can call the meeting off, for example because a member has failed.
+        """
         path = cancel_file(self._start.cancel_path, generation)
         return Meeting(self._store_of(generation, name), generation, path)
 

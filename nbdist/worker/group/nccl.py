@@ -2,8 +2,10 @@
 
 nccl has an abort, which ends its GPU kernels. But code that waits for these kernels then goes on
 with meaningless results, so the main thread must be interrupted, too. torch's own watchdog must do
-nothing: workers start with `TORCH_NCCL_ASYNC_ERROR_HANDLING=0`. `Group` and the probe use this file
-in each rank. The probe also uses it for the collectives of gloo.
+nothing: workers start with `TORCH_NCCL_ASYNC_ERROR_HANDLING=0`.
+
+In each rank `Group` uses this file, and so does `Probe`, which finds out for which collective the
+main thread waits. `Probe` also reads the collectives of gloo by this file.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ NCCL_ABORT_TIMEOUT, NCCL_WHOLE_ABORT_TIMEOUT = 10.0, 60.0
 
 The first limit begins anew whenever a collective ends; the second is for the whole abort.
 
-Some aborts never end (seen with NCCL 2.25). A usual abort takes 0.5 s, and for each GPU kernel in
-the queue the time to copy the kernel's data. On an H200 that ranks share, this is 0.2 s for a
-gigabyte, and more if other programs use the GPU.
+Some aborts never end (seen with NCCL 2.25). A usual abort takes 0.5 s. Each GPU kernel in the queue
+adds as much time as a copy of its data. On an H200 that ranks share, a copy of a gigabyte takes
+0.2 s, and more if other programs use the GPU.
 """
 
 ABORT_STEP = 1.0  # seconds between two checks whether an abort still makes progress
@@ -62,8 +64,9 @@ class Nccl:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # An nccl2 backend keeps its store. So all backends get this store, which `leading_to`
-        # directs to another meeting each time that a backend connects.
+        # An nccl2 backend always uses the store with which it was made. So all backends get this
+        # store, and whenever one connects, `leading_to` makes the store pass calls to the store
+        # where the ranks meet now.
         self.store = _Claimed(Meeting(None))
         self._connects_later = False
         self._aborting = threading.Lock()
@@ -119,9 +122,10 @@ class Nccl:
             run_with_timeout(ready, "connecting nccl", timeout, self.store.check_abort)
 
     def renew(self, group: ProcessGroup, meeting: Meeting, seat: Seat, timeout: timedelta) -> None:
-        """Connect a group's nccl2 backend again; in place of a legacy backend connect a new one.
+        """Connect a group's nccl2 backend again, or replace its legacy backend by a new one.
 
-        `timeout` is that of the new backend's collectives.
+        A legacy backend cannot connect again. `timeout` is the time limit for collectives of the
+        new backend.
         """
         with self.connecting_later():
             backend = seam.adapter_of(seam.nccl_of(group)).renew(group, seat, timeout)
@@ -162,10 +166,11 @@ class Nccl:
 
 
 def _progress_of(adapter: seam.Adapter) -> Callable[[], bool]:
-    """Return a function that returns True as long as an abort that runs now makes progress.
+    """Return a function that tells whether the abort that begins now still makes progress.
 
     The function returns False if no collective has ended for `NCCL_ABORT_TIMEOUT` seconds, or if
-    the abort has taken `NCCL_WHOLE_ABORT_TIMEOUT` seconds.
+    the abort has taken `NCCL_WHOLE_ABORT_TIMEOUT` seconds. If all collectives have ended, it resets
+    CUDA graphs, for which the abort may be waiting.
     """
     pending, last_end = len(adapter.pending()), time.monotonic()
     deadline = last_end + NCCL_WHOLE_ABORT_TIMEOUT
@@ -185,10 +190,10 @@ def _progress_of(adapter: seam.Adapter) -> Callable[[], bool]:
 
 
 class _Claimed(AbortableStore):
-    """A store for nccl2 backends, which need `compare_set`; some stores, such as etcd's, lack it.
+    """A store for nccl2 backends, with the method `compare_set` that they need.
 
-    The `compare_set` here is not atomic. This suffices, because only rank 0 of a group calls it,
-    once for each `number` under which the group connects.
+    Some stores, such as etcd's, lack this method. The method here is not atomic. This suffices,
+    because only rank 0 of a group calls it, and only once each time that the group connects.
     """
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
@@ -196,7 +201,7 @@ class _Claimed(AbortableStore):
         return self.get(key)
 
 
-def wait_for_device(line: int) -> None:  # the probe reads `line` in this function's frame
+def wait_for_device(line: int) -> None:  # `Probe` reads `line` in this function's frame
     """Wait until all work on the GPU is done; meanwhile the rank is shown at `line` of the cell."""
     accelerator.synchronize()
 
@@ -218,9 +223,10 @@ class UnderWay:
     """Reads from Flight Recorder the collectives of nccl since the groups were last formed."""
 
     def __init__(self, *, is_used: bool = True) -> None:
-        # By class of nccl, the first entry of Flight Recorder since the groups were last formed.
+        # For each class of nccl, the number of Flight Recorder's first entry after the groups were
+        # last formed.
         self._first = dict.fromkeys(seam.ADAPTERS if is_used else (), 0)
-        # By group, the number of the last collective before the groups were last formed.
+        # For each group, the number of its last collective before the groups were last formed.
         self._before: dict[str, int] = {}
 
     def pending(self) -> Pending:
@@ -257,7 +263,10 @@ class UnderWay:
         return Collective(begun.name, begun.number, begun.is_done, entry["time_created_ns"])
 
     def _collectives(self, name: str) -> Iterator[Mapping[str, Any]]:
-        """Yield the entries of a class of nccl, newest first, without sends and receives."""
+        """Yield Flight Recorder's entries of collectives of an nccl class, the newest first.
+
+        Sends, receives, and entries from before the groups were last formed are left out.
+        """
         recorded = seam.ADAPTERS[name].recorded()
         new = takewhile(lambda entry: entry["record_id"] >= self._first[name], recorded)
         return (entry for entry in new if not entry["is_p2p"])
@@ -273,14 +282,15 @@ class UnderWay:
                     self._before[group] = max(self._before.get(group, 0), number)
 
     def _begun(self, entry: Mapping[str, Any]) -> Begun:
-        """Return an entry of Flight Recorder as `Begun`.
+        """Return an entry of Flight Recorder as `Begun`, to compare it with those of other ranks.
 
-        The group is called `NAME nccl`, because a group's gloo backend has its own numbers. Numbers
-        begin again whenever the groups are formed.
+        The group is called `NAME nccl`, because gloo numbers its collectives in the same group
+        independently. Numbers begin again whenever the groups are formed.
         """
         begun = begun_of(entry)
         number = begun.number - self._before.get(begun.group, 0)
-        # A completed entry is retired only later, after a watchdog has seen the completion.
+        # Flight Recorder marks a collective first as completed, and as retired only after torch's
+        # watchdog has seen that it is completed.
         is_done = begun.is_done or entry["state"] == "completed"
         return replace(begun, group=f"{begun.group} nccl", number=number, is_done=is_done)
 
@@ -290,11 +300,10 @@ class UnderWay:
 MAX_REPORTED = 64
 """The most collectives of a rank that are reported to the agent.
 
-If ranks do not match, the collectives to compare are rarely further apart.
+They are compared with the collectives of other ranks. Ranks are rarely further apart than this.
 """
 
-# Collectives in which the ranks' tensors may have different sizes. "all_to_all_single" is nccl2's
-# name.
+# Collectives in which the ranks' tensors may have different sizes. nccl2 uses the second name.
 UNEVEN = {"all_to_all", "all_to_all_single"}
 
 
@@ -313,9 +322,9 @@ class Counts:
 class Recording:
     """Reads from Flight Recorder the collectives of gloo since the groups were last formed.
 
-    torch counts a collective before it records the collective, and may wait for the GIL in between.
-    So a result can lack the newest collective although the counts include it. For this reason a
-    result is returned again by later calls only if all counted collectives had ended.
+    A result is kept for later calls only if all counted collectives have ended. The reason is that
+    torch counts a collective before it records it, and may wait for the GIL in between: a result
+    can lack the newest collective although the counts include it.
     """
 
     def __init__(self) -> None:
@@ -409,7 +418,10 @@ def operation_of(entry: Mapping[str, Any]) -> str:
 
 
 def begun_of(entry: Mapping[str, Any]) -> Begun:
-    """Return a Flight Recorder entry as `Begun`, with the sizes that must be equal on all ranks."""
+    """Return a Flight Recorder entry as `Begun`, to compare it with those of other ranks.
+
+    The entry's sizes are left out if they may differ between ranks.
+    """
     name = operation_of(entry)
     # Compare the tensors that all ranks have: only the root has the input of a scatter, and only
     # the root has the output of a gather.

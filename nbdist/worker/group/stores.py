@@ -56,9 +56,9 @@ The message begins like gloo's message after an abort, so that both are recognis
 class Meeting:
     """The store in which the members of a group find and wait for each other, before they connect.
 
-    A wait lasts at most `timeout` seconds. `number` must be new in this store, such as the number
-    of a generation. The agent calls the meeting off by making the file `cancel_path`; without a
-    path it cannot be called off.
+    A wait lasts at most `timeout` seconds. `number` must not have been used in this store before.
+    To end the waits, for example because a member has failed, the agent makes the file
+    `cancel_path`: this calls the meeting off. Without a path it cannot be called off.
     """
 
     store: Any
@@ -140,7 +140,10 @@ def _forward(name: str) -> Any:
 
 
 class AbortableStore(_PythonStore):
-    """Passes calls to the store of a meeting, but waits in Python, so that waits can be aborted."""
+    """Passes calls to the store of a `Meeting`, which `leading_to` can change.
+
+    Waits are done here, in Python, and not in that store, so that they can be aborted.
+    """
 
     set: Any = _forward("set")
     append: Any = _forward("append")
@@ -199,8 +202,8 @@ class AbortableStore(_PythonStore):
     ) -> list[bytes]:
         """Wait until all keys are set; with `values` return their values, else [].
 
-        If this function is on a thread's stack, the probe concludes that the thread waits for
-        ranks. Raises DistStoreError at the timeout, and ConnectionResetError after `abort`.
+        While a thread is in this function, `Probe` reports that the thread waits for other ranks.
+        Raises DistStoreError at the timeout, and ConnectionResetError after `abort`.
         """
         store = self.meeting.store
         allowed = timedelta(seconds=self.meeting.timeout) if timeout is None else timeout
@@ -211,8 +214,8 @@ class AbortableStore(_PythonStore):
             inner = store
             while isinstance(inner, PrefixStore):
                 inner = inner.underlying_store
-            # Do not poll an AbortableStore that leads to an AgentStore: it waits in its own way,
-            # and its waits are aborted together with the waits of this store.
+            # Do not poll if the inner store is an AbortableStore for an AgentStore: the inner store
+            # waits without polling, and its waits are aborted together with those of this store.
             if not (isinstance(inner, AbortableStore) and inner.has_extended_api()):
                 self._poll(keys, allowed)
             elif not values:
@@ -257,9 +260,10 @@ class AbortableStore(_PythonStore):
 # --- the agent's store, for ranks of several machines ---------------------------------------------
 
 STORE_ANSWER_TIMEOUT = 30.0
-"""Seconds for an answer of the agent, after which the agent counts as lost.
+"""Seconds after which an agent that does not answer a request counts as lost.
 
-The seconds that the operation itself may wait, and `silence`, are added.
+If a request waits for keys, the seconds that it may wait are added. `silence`, an argument of
+`StoreConnections`, is always added.
 """
 
 MAX_IDLE_CONNECTIONS = 2  # idle connections that are kept for later requests
@@ -300,7 +304,7 @@ class StoreConnections:
             connection = self._connect()
         try:
             answer = self._ask(connection, operation, check_abort)
-        except BaseException:  # also KeyboardInterrupt: the late answer must not reach another call
+        except BaseException:  # also KeyboardInterrupt: no later call may read this late answer
             connection.close()
             raise
         if len(self._idle) < MAX_IDLE_CONNECTIONS:
@@ -430,11 +434,11 @@ def _as_bytes(value: str | bytes) -> bytes:
 
 # --- the store of torch's own rendezvous, with `--rdzv-backend` -----------------------------------
 
-# torch's registry makes the handler of a rendezvous. The handler's class may be in a package of the
-# user (entry points `torchrun.handlers`). All ranks take part in a rendezvous. Each time that the
-# group is formed, the rendezvous has another name, so that new ranks and old ranks meet. A wait for
-# ranks can time out, but cannot be aborted. The store of the backend c10d ends with the rank that
-# hosts it, and does not protect its contents.
+# A rank joins a rendezvous by a handler, an object that torch's registry makes. The handler's class
+# may be in a package of the user (entry points `torchrun.handlers`). Whenever the group is formed,
+# all ranks, old and new, join a rendezvous with a new name. A wait for ranks can time out, but
+# cannot be aborted. With the backend c10d the store ends together with the rank that hosts it, and
+# anyone who can connect to the store can read and change its contents.
 
 JOIN_TIMEOUT = 25  # seconds for all ranks to come: less than the 30 s that agents wait for healing
 ETCD = {"etcd", "etcd-v2"}
