@@ -58,8 +58,8 @@ def nccl_version() -> tuple[int, ...]:
 def names() -> list[str]:
     """Return the names of all accelerators that torch can use.
 
-    torch warns, while it looks for them, of accelerators that it cannot use or does not fully
-    support.
+    While torch looks for accelerators, it prints a warning for each that it cannot use or does not
+    fully support.
     """
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind is None:
@@ -76,7 +76,10 @@ def index() -> int:
 
 
 def room() -> tuple[int, int]:
-    """Return (free, total) memory of the accelerator in bytes; no process uses the free memory."""
+    """Return (free, total) memory of the accelerator in bytes.
+
+    Memory is free if neither this process nor any other process uses it.
+    """
     free, total = _module().mem_get_info()
     return free, total
 

@@ -94,7 +94,7 @@ class DebugSession:
             self._pause_tracing = monitoring.stop_monitoring
         else:
             self._pause_tracing = partial(import_module("pydevd_tracing").SetTrace, None)
-        # pydevd reads these keys.  Without "multiprocess" it does not debug forked processes.
+        # pydevd reads these settings.  With "multiprocess" it would also debug forked processes.
         pydevd.SetupHolder.setup = {
             "client": "127.0.0.1",
             "server": False,
@@ -147,7 +147,8 @@ class DebugSession:
 
         pydevd stops tracing only the calling thread; the code of other threads would stay slow.
         """
-        # A frame that still has this function would trace its thread again with its next line.
+        # Remove pydevd's trace functions from all frames. When a frame went on to its next line,
+        # such a function would begin to trace the thread again.
         for frame in (each for top in sys._current_frames().values() for each in _frames(top)):
             if frame.f_trace is self._debugger.trace_dispatch or _is_of_pydevd(frame.f_trace):
                 frame.f_trace = None
@@ -159,20 +160,24 @@ class DebugSession:
         self._debugger.enable_tracing()
 
     def pause_tracing(self) -> None:
-        """Do not stop the calling thread again until `begin_task`; signal handlers may call this.
+        """Keep the calling thread from stopping in the debugger until `begin_task` is called.
 
-        Only sets attributes, because the signal may have come while pydevd holds a lock.
+        Signal handlers may call this. It takes no lock, because a signal can come while pydevd
+        holds one.
         """
         self._pause_tracing()
 
     def ignore_exceptions(self) -> None:
-        """Do not stop at exceptions again until the client sets its exception breakpoints."""
+        """Keep all threads from stopping at exceptions.
+
+        This holds until the client sets its exception breakpoints again.
+        """
         self._debugger.break_on_uncaught_exceptions = {}
         self._debugger.break_on_caught_exceptions = {}
         self._debugger.break_on_user_uncaught_exceptions = {}
 
     def end_task(self) -> None:
-        """Let the calling thread run freely again if its task has ended in the middle of a step."""
+        """Let the calling thread run freely again, if the user has stepped to the task's end."""
         constants = import_module("_pydevd_bundle.pydevd_constants")
         lifecycle = import_module("_pydevd_bundle.pydevd_thread_lifecycle")
         lifecycle.resume_threads(constants.get_current_thread_id(threading.current_thread()))
@@ -184,7 +189,7 @@ class DebugSession:
         """
         thread = threading.current_thread()
         command = import_module("_pydevd_bundle.pydevd_comm_constants").CMD_SET_BREAK
-        self._pause_tracing()  # debugpy would also stop in the functions that it calls here
+        self._pause_tracing()  # or debugpy would stop in its own functions, which are called here
         self._debugger.set_suspend(thread, command)
         self._debugger.do_wait_suspend(thread, frame, "line", None)
         self._debugger.enable_tracing()
@@ -229,14 +234,16 @@ def _stop_tracing_here(frame: FrameType, event: str, arg: object) -> None:
 
 
 def _forget_tracers() -> None:
-    """Drop the trace functions that pydevd keeps for each thread: they keep the session's `PyDB`.
+    """Drop the trace functions that pydevd keeps for each thread.
 
-    pydevd would keep them until the thread ends, and the process would grow with each session.
+    These functions refer to the debugger of the session that ends. pydevd would keep them until
+    their thread ends, so the process would grow with each session.
     """
     kept = import_module("_pydevd_bundle.pydevd_additional_thread_info").PyDBAdditionalThreadInfo
     for thread in threading.enumerate():
         if isinstance(info := getattr(thread, "additional_info", None), kept):
-            # `SafeCallWrapper` of pydevd keeps a function that is running.
+            # A trace function may be running now, but it is not freed before it returns: pydevd's
+            # `SafeCallWrapper` also refers to it.
             info.top_level_thread_tracer_no_back_frames = []
             info.top_level_thread_tracer_unhandled = info.thread_tracer = None
 
@@ -244,7 +251,7 @@ def _forget_tracers() -> None:
 def is_frame_of_debugger(frame: FrameType) -> bool:
     """Return True for a call of pydevd, such as the wait at a breakpoint."""
     file, function = frame.f_code.co_filename, frame.f_code.co_name
-    # From Python 3.12 on, the first call is of a function that Cython has made.
+    # From Python 3.12 on, Python enters pydevd by a function that Cython has compiled.
     is_made_by_cython = file == "<stringsource>" and "pydevd" in function
     return file.startswith("_pydevd") or "/debugpy/_vendored/" in file or is_made_by_cython
 

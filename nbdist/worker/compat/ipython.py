@@ -47,9 +47,9 @@ FRAME_LINE = re.compile(r"-> (\d+)")
 
 
 def check() -> tuple[str, ...]:
-    """Return a sentence on each private name that nbdist uses and this IPython or ipykernel lacks.
+    """Return sentences for the user, one for each private name that nbdist needs and does not find.
 
-    Each sentence says what users lose.
+    Each sentence says what does not work with this version of IPython or ipykernel.
     """
     sentences = []
     if not hasattr(ZMQInteractiveShell, SHOW):
@@ -102,10 +102,10 @@ def reloads_modules(shell: Any) -> bool:
 
 
 class AnnouncesErrors(ZMQInteractiveShell):
-    """IPython's shell, which tells a subclass of each exception whose traceback it publishes.
+    """IPython's shell, which publishes each traceback within the context manager `announcing`.
 
-    It publishes the traceback within the context manager `announcing`, which the subclass defines,
-    for example to add fields to the message. Works with IPython 7 to 9.
+    A subclass defines `announcing`, for example to add fields to the message with the traceback.
+    Works with IPython 7 to 9.
     """
 
     def announcing(
@@ -164,10 +164,11 @@ def number_cells(shell: Any) -> None:
 
 
 def _with_number(part: str, numbers: Mapping[str, int]) -> str:
-    """Return a part of a traceback of IPython 7 with the first line that IPython 8 would draw.
+    """Return a frame of a traceback of IPython 7 with the first line that IPython 8 would show.
 
-    `numbers` has the cells' numbers by their file names. A part that is no frame is returned
-    unchanged.
+    For example, this line has `Cell In[5], line 3` in place of a file name. `part` is a part of the
+    traceback; if it is no frame, it is returned unchanged. `numbers` has the number of each cell,
+    by the name of the cell's file.
     """
     begins, line = TRACEBACK_FRAME.match(part), FRAME_LINE.search(part)
     if begins is None or line is None:
@@ -239,9 +240,9 @@ FrameStack = list[tuple[FrameType, int]]
 
 
 def is_around(frame: FrameType) -> bool:
-    """Return True for a function call that the debugger does not show, as it is not the user's.
+    """Return True for a frame in which the debugger never stops, as its code is not the user's.
 
-    Such calls are in nbdist, a frozen module, `runpy`, or one of `OUTER_PACKAGES`.
+    The code is in nbdist, a frozen module, `runpy`, or one of `OUTER_PACKAGES`.
     """
     file = frame.f_code.co_filename
     if file.startswith((PACKAGE, "<frozen ")) or file.endswith(RUNPY):
@@ -250,7 +251,7 @@ def is_around(frame: FrameType) -> bool:
 
 
 def is_called_by_us(frame: FrameType) -> bool:
-    """Return True if nbdist or IPython has made this call."""
+    """Return True if the function of this frame was called by nbdist or IPython."""
     before = frame.f_back.f_code.co_filename if frame.f_back is not None else ""
     return before.startswith(PACKAGE) or IN_PACKAGES[0] in before
 
@@ -310,7 +311,7 @@ class Debugger(InterruptiblePdb):
             self._stopped = stop.with_traceback(None)
 
     def user_return(self, frame: FrameType, value: Any) -> None:
-        """Pause where a call returns; after a statement of a cell step to the next statement."""
+        """Pause where a call returns; if a statement of a cell has ended, step to the next one."""
         if is_statement(frame):
             self._is_between = True
             self.set_step()
@@ -413,8 +414,9 @@ def use_debugger(stop_at: Callable[[FrameType | None], bool]) -> None:
     """Make all functions that start a debugger, such as `breakpoint()`, use `Debugger`.
 
     `breakpoint()` first calls `stop_at` with its caller's frame.  If a front end such as JupyterLab
-    debugs this process, `stop_at` makes it stop there and returns True.  If `stop_at` returns
-    False, `Debugger` is used.  Called after IPython has set its own class of debugger.
+    debugs this process, `stop_at` pauses in this frame for the front end, and returns True.  If
+    `stop_at` returns False, `Debugger` is used.  Called after IPython has set its own class of
+    debugger.
     """
     for module in (pdb, debugger):
         vars(module)["Pdb"] = Debugger
@@ -431,10 +433,11 @@ def use_debugger(stop_at: Callable[[FrameType | None], bool]) -> None:
 def stop_at_breakpoint(
     stop_at: Callable[[FrameType | None], bool], *args: Any, **options: Any
 ) -> Any:
-    """Do what `breakpoint()` does in a worker: debug in the frame that has called it.
+    """Do what `breakpoint()` does in a worker: start a debugger in the frame of its caller.
 
-    `stop_at` is as in `use_debugger`. But if PYTHONBREAKPOINT is set, call the function that it
-    names, as Python does.
+    `stop_at` gets this frame. If a front end debugs this process, `stop_at` pauses there for the
+    front end, and returns True. Otherwise `Debugger` starts. If PYTHONBREAKPOINT is set, the
+    function that it names is called instead, as Python does.
     """
     if os.environ.get("PYTHONBREAKPOINT"):
         return sys.__breakpointhook__(*args, **options)

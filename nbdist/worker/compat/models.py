@@ -155,8 +155,8 @@ def sharding_of(module: Any) -> tuple[int, Any, dict[str, Any], dict[str, Any]]:
     inside = [group for inner in module.modules() for group in _fsdp_groups(inner)]
     options = {"mp_policy": state._mp_policy}
     settings: dict[str, Any] = {}
-    # Leave out `reshard_after_forward` if the user has not given a value: the first forward of a
-    # root module then sets the value to False.
+    # Return `reshard_after_forward` only if the user has given a value. If not, the present value
+    # may be FSDP2's own, because the first forward of a root module sets it to False.
     is_given = not getattr(state, "_auto_reshard_after_forward", False)
     for group in _fsdp_groups(module):
         options |= {"offload_policy": group.offload_policy}

@@ -35,8 +35,8 @@ from nbdist.worker.compat.torch import (
     exchange_handles,
 )
 
-# Whether Flight Recorder records the collectives of nccl2 (see the top), and marks those that have
-# ended.
+# Whether Flight Recorder records the collectives of nccl2, and marks those that have ended. torch
+# 2.14 has nccl2, but does not record its collectives.
 RECORDS_NCCL2 = VERSION >= (2, 15)
 # Matches messages of NCCL and torch about this process's own GPU, and none about other ranks.
 OF_OWN_GPU = re.compile(r"\bcuda\b", re.IGNORECASE)
@@ -120,9 +120,10 @@ class Adapter(ABC):
         return "" if kind == c10d.ErrorType.SUCCESS else kind.name.lower()
 
     def end_calls(self, backend: Any) -> None:  # noqa: B027 (nccl2 leaves no call open)
-        """End NCCL's group calls that an exception has left open on this thread.
+        """End group calls of NCCL that an exception has left open on this thread.
 
-        Otherwise all later operations on this thread would wait for the end of the group call.
+        A group call begins with ncclGroupStart. If it stayed open, all later operations on this
+        thread would wait for its end.
         """
 
 
@@ -250,7 +251,8 @@ class Nccl2(Adapter):
         return bytes(c10d._dump_fr_trace_json(True, active, "nccl2"))  # type: ignore[attr-defined]  # noqa: FBT003
 
     def pending(self) -> list[dict[str, Any]]:
-        # Leave out collectives that torch has retired at once: torch does not record their end.
+        # Leave out collectives whose entries torch marked as retired as soon as they began: torch
+        # never records that these collectives have ended.
         return [entry for entry in super().pending() if not entry["retired"]]
 
 
@@ -321,7 +323,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def open_calls() -> ctypes.c_uint64 | None:
-    """Return torch's own counter of NCCL's open group calls on this thread.
+    """Return torch's counter of NCCL's group calls (ncclGroupStart) that this thread has open.
 
     Return None if this torch has no such counter.
     """
@@ -332,7 +334,7 @@ def open_calls() -> ctypes.c_uint64 | None:
 
 
 def plain_class() -> str:
-    """Return the name of torch's class that the backend "nccl" means in this torch."""
+    """Return the name of the class that this version of torch uses for the backend "nccl"."""
     return "ProcessGroupNCCL2" if _plugin_of_nccl2("nccl") else "ProcessGroupNCCL"
 
 

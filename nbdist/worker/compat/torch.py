@@ -38,13 +38,17 @@ RENEWS_GLOO = hasattr(ProcessGroupGloo, "reconfigure")
 """Whether a gloo backend can connect again (from torch 2.14 on) and need not be replaced."""
 
 FIRST_TYPE, LAST_TYPE = 20, 255
-"""The types of backends that nbdist uses: a type is a byte, and torch 2.15 itself uses fewer than
-ten."""
+"""The least and the greatest type that nbdist gives to backends.
+
+A type is a number by which a group tells its backends apart. It is a byte, and torch 2.15 itself
+uses fewer than ten types.
+"""
 
 MAX_GENERATIONS = LAST_TYPE - FIRST_TYPE
-"""How often a group can be formed, counting the first time, if each time uses up a backend type.
+"""How often a group can be formed, counting the first time, if backends cannot connect again.
 
-With `nccl.Legacy` each time uses up two types, so a group can be formed half as often.
+Each time, a new backend replaces the old one and needs a type that the group has not seen before.
+With `nccl.Legacy` two backends are replaced each time, so the group can be formed half as often.
 """
 
 OPERATIONS = (
@@ -56,7 +60,7 @@ OPERATIONS = (
 )
 """Methods of ProcessGroup that start an operation."""
 
-BACKWARD = "_engine_run_backward"  # the Python function in which C++ runs a backward pass
+BACKWARD = "_engine_run_backward"  # the Python function that calls C++ to run a backward pass
 
 STEP_CODE = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 """Code of the function that torch wraps around each optimizer's `step`.
@@ -303,9 +307,10 @@ def prepare_gloo(backend: Any, group: ProcessGroup, members: Sequence[int]) -> N
 
 
 def comparing_backend(backend: Any, helper: Any) -> Any:
-    """Return a wrapper around a backend, as torch makes it at debug level DETAIL.
+    """Return a wrapper that compares the calls of all ranks before each collective of `backend`.
 
-    Before each collective the wrapper compares the ranks' calls, by the backend `helper`.
+    torch makes such wrappers at debug level DETAIL. The wrapper exchanges the calls by another
+    backend, `helper`.
     """
     return c10d._ProcessGroupWrapper(backend, helper)
 
@@ -389,9 +394,10 @@ FIRST_METHOD = 2 * ctypes.sizeof(ctypes.c_void_p)
 
 @cache
 def _receives() -> tuple[ctypes._NamedFuncPointer, int] | None:
-    """Return `RecvWork::abort`, and the address with which each `RecvWork` object begins.
+    """Return the C++ method `RecvWork::abort`, and the address with which `RecvWork` objects begin.
 
-    Return None if torch's library lacks these symbols.
+    `RecvWork` is torch's class for waits for a message of gloo. Return None if torch's library
+    lacks the class or the method.
     """
     try:
         library = ctypes.CDLL(CPU_LIBRARY)

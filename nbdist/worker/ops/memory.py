@@ -139,7 +139,7 @@ def _peak_rss() -> int:
 
 # --- errors because memory is full ----------------------------------------------------------------
 
-ACCOUNT_SECONDS = 0.2  # the limit of the search, after which the cell's end is reported
+ACCOUNT_SECONDS = 0.2  # limit of the search, because the cell's end is reported only afterwards
 MAX_NAMED_HOLDERS = 5
 LEAST_LISTED = 1 << 20  # bytes: deleting a smaller tensor would not help
 
@@ -149,16 +149,19 @@ ALLOCATION_FAILED = re.compile(
 )
 
 ADDRESS_RESERVE = 16 << 20
-"""Bytes of address space that are released while a MemoryError is explained; they use no memory.
+"""Bytes of address space that are kept in reserve, and released while a MemoryError is explained.
 
-If no address is free, CPython 3.11 never finds the `except` block of a MemoryError, and searches
-for ever (exception_unwind in ceval.c).
+They use no memory. If no address is free, CPython 3.11 never finds the `except` block of a
+MemoryError, and searches for ever (exception_unwind in ceval.c).
 """
 _reserved: list[mmap.mmap] = []
 
 
 def reserve_addresses() -> None:
-    """Reserve `ADDRESS_RESERVE` bytes of address space, if that many are free."""
+    """Reserve `ADDRESS_RESERVE` bytes of address space, which `account` releases if needed.
+
+    Do nothing if fewer bytes are free.
+    """
     with suppress(OSError, MemoryError):
         _reserved.append(mmap.mmap(-1, ADDRESS_RESERVE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
@@ -232,7 +235,7 @@ def _entry_lines(entries: Sequence[NameMemory]) -> list[str]:
 # --- search: tensors, arrays and other large values that names lead to, each storage once ---------
 
 # The search reads attributes of the user's objects. It calls only methods of torch, numpy, pandas
-# and Python's containers, which a class of the user may have overridden.
+# and Python's containers, though a class of the user may have overridden these methods.
 
 LAST_VALUE = re.compile(r"_+|_\d+")  # names under which IPython keeps the values of cells
 MAX_SEARCHED_OBJECTS = 100_000  # objects that a search reads at most
@@ -300,11 +303,11 @@ class Search:
         return self._searched < MAX_SEARCHED_OBJECTS
 
     def _record(self, name: str, value: Any, depth: int) -> None:
-        """Add an entry to `results` for the memory of a value, unless it was found before.
+        """Add an entry to `results` for the memory of a value, if this memory was not found before.
 
-        `depth` is 0 for the value of a variable, and greater for objects inside of it; a small
-        object inside gets no entry unless it is a tensor. The entry does not count the objects in
-        the value. But a `_Several` stands for several tensors, and gets one entry for all of them.
+        `depth` is 0 for the value of a variable, and greater for objects inside of it. Small
+        objects inside get no entry, except for tensors. The entry counts only the value's own
+        memory, and not that of objects inside. A `_Several`, a list of tensors, gets one entry.
         """
         if isinstance(value, _Several):
             self._record_several(name, value)
@@ -498,8 +501,8 @@ def clean(context: Context) -> Cleaned:
 def forget_errors(shell: Any, raised: BaseException | None = None) -> None:
     """Drop the last exception wherever Python and IPython keep it.
 
-    The local variables of all calls in its traceback are released, and those in the traceback of
-    `raised`, even if something still refers to the exception or to a frame.
+    Also clear the local variables of all calls in its traceback, and in the traceback of `raised`.
+    So their memory is released even if something still refers to the exception or to a frame.
     """
     for error in [*last_errors(shell, raised)]:
         for frame, _ in traceback.walk_tb(error.__traceback__):

@@ -46,7 +46,8 @@ WORKER_PREFIX = os.path.dirname(os.path.dirname(__file__)) + os.sep
 PYTHON_PREFIXES = tuple({prefix + os.sep for prefix in (sys.prefix, sys.base_prefix)})
 # Files whose calls come before a script's own calls. These files are left out of tracebacks.
 RUNNERS = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
-# If the results have this many bytes, `map_items` sends them, even if this rank has items left.
+# Once the results have this many bytes, `map_items` sends them to the notebook, even if this rank
+# still has items to work on.
 ENOUGH_RESULTS = 4 << 20
 # Seconds for an executable to exit after SIGINT; the agent gives the worker itself more time.
 SCRIPT_STOP_GRACE = 1.0
@@ -242,7 +243,8 @@ def _as_in_a_new_process() -> Iterator[None]:
     """
     before = multiprocessing.get_start_method(allow_none=True)
     worker_loop, script_loop = asyncio.get_running_loop(), asyncio.new_event_loop()
-    # Leave the worker's task: from Python 3.14 on a thread has one current task for all its loops.
+    # Leave the worker's current task of asyncio. From Python 3.14 on, a thread has one current task
+    # for all its event loops, so the script could not begin a task in its own loop.
     if (task := asyncio.current_task()) is not None:
         asyncio._leave_task(worker_loop, task)
     asyncio._set_running_loop(None)
@@ -314,11 +316,11 @@ def call(
 ) -> Any:
     """Call a function of the notebook on this rank, and return its result.
 
-    `packed` has by rank the function, its arguments, and the variables of the notebook's `__main__`
-    that the function uses. `outdated` has by rank the names whose values on the rank are older than
-    the notebook's; during the call the rank uses the notebook's values for these. `title` names the
-    function in messages. With `is_plain` the values are packed as `nbdist.world.plain_calls`
-    packs them.
+    `packed` has, for each rank, the function, its arguments, and the variables of the notebook's
+    `__main__` that the function uses. `outdated` has, for each rank, the names of variables whose
+    values on the rank are older than the notebook's: during the call they have the notebook's
+    values. `title` names the function in messages. `is_plain` says that the notebook has packed the
+    call by `nbdist.world.plain_calls`.
     """
     function, args, kwargs = _receive_call(context, title, packed, outdated, is_plain=is_plain)
     with _as_in_a_cell(context):
@@ -336,11 +338,14 @@ def map_items(
 ) -> None:
     """Call a function of the notebook with one item of `World.map` after another.
 
-    The rank requests items until the notebook has none left; each request brings the results of
-    earlier items to the notebook. With `returns_errors`, an exception of the function is returned
-    as the result of the item; without it, the first exception ends the task. If the notebook may be
-    on another machine (`is_elsewhere`), results are sent in messages and not in shared memory. The
-    other parameters are as in `call`, but `packed` has no arguments.
+    The rank requests items until the notebook has none left. Each request brings the results of
+    earlier items to the notebook.
+
+    With `returns_errors`, an exception of the function is the result of its item; otherwise the
+    first exception ends the task. `is_elsewhere` says that the notebook may be on another machine:
+    then results are sent in messages, and not in shared memory. `title` names the function in
+    messages. `packed` has, for each rank, the function and the notebook's variables that it uses.
+    `outdated` has, for each rank, the names whose values there are older than the notebook's.
     """
     function, _, _ = _receive_call(context, title, packed, outdated)
     ask: Callable[[Sequence[ItemOutcome]], InputReply] = context.shell.kernel.next_items
@@ -385,7 +390,12 @@ def _frames_of_result(context: Context, index: int, value: Any) -> list[Buffer]:
 def _pack_result(
     index: int, frames: Sequence[Buffer], segments: ExitStack, *, is_elsewhere: bool
 ) -> Payload:
-    """Pack a result for a message, or put a big result into a segment, which `segments` closes."""
+    """Pack the result of the item `index` of `World.map` for a message to the notebook.
+
+    A big result is put into a segment, which is closed when `segments` is closed. If the notebook
+    may be on another machine (`is_elsewhere`), the whole result is in the message, and a result
+    that is too big raises ItemProblem.
+    """
     if not is_elsewhere:
         payload, segment = pack_frames(frames)
         if segment is not None:
@@ -414,10 +424,11 @@ def _receive_call(
     *,
     is_plain: bool = False,
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Receive a function and its arguments, and bind the names that it uses until the op ends.
+    """Unpack a function of the notebook and its arguments, for the rank that runs this op.
 
-    The parameters are as in `call`. Returns the function, its positional arguments and its keyword
-    arguments.
+    Return the function, its positional arguments and its keyword arguments. The notebook's
+    variables that the function uses are bound in the worker until the op ends. The parameters are
+    those of `call`.
     """
     context.title = title
     receive = context.namespace.receive_plain if is_plain else context.namespace.receive_values
@@ -460,12 +471,13 @@ def lent_names(
 ) -> Iterator[None]:
     """Within this context, bind variables of the notebook's `__main__` in the worker, for a call.
 
-    A name that the worker has bound itself keeps its value, unless the name is in `replaced`.
+    If the worker itself has bound a variable of the same name, the call uses the worker's value,
+    except for the names in `replaced`.
 
-    At the end of the context, the names are removed, and the names in `replaced` get the worker's
-    values again. There is one exception: if the call has bound further names, by `global`, the
-    values of these names may use the notebook's variables. Then the notebook's variables stay
-    bound, and the next call may replace them.
+    At the end of the context, the notebook's variables are removed, and the names in `replaced` get
+    the worker's values again. There is one exception: if the call has bound other names, by
+    `global`, their values may be functions that use the notebook's variables. Then the notebook's
+    variables stay bound, and the next call may replace them.
     """
     namespace, bound = context.names, {*context.bound}
     covered = {n: namespace[n] for n in replaced if n in names and n in namespace}

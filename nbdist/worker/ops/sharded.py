@@ -1,9 +1,10 @@
 """Writes sharded tensors, their meshes and FSDP2 modules to a snapshot, and restores them.
 
-The usual pickles of these objects would contain process groups, which cannot be pickled. So a mesh
-is written as a `Mesh`, and a DTensor as a number. The rank's shards are in another pickle, which
-other ranks may read. A module is written as it was before `fully_shard`, with the arguments of that
-call. The snapshot ops use this module in each rank.
+The usual pickles of these objects would contain process groups, which cannot be pickled. So the
+pickle of a rank's variables has a `Mesh` in place of each mesh, and a number in place of each
+DTensor. The rank's shards of the DTensors are in a second pickle, which other ranks may read, too.
+A module is written as it was before `fully_shard`, with the arguments of that call. The snapshot
+ops use this module in each rank.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ USE_CHECKPOINT = "use torch.distributed.checkpoint"
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's shard of a DTensor, as a snapshot has it.
+    """A rank's shard of a DTensor, as it is written to a snapshot.
 
-    The DTensor is on the mesh `of`; if `dims` is not None, it is on the part of that mesh that has
-    only these dimensions. `local` is the shard, and `shape` and `stride` are those of the DTensor.
+    `local` is the shard, and `shape` and `stride` are those of the whole DTensor. `of` is the mesh
+    of the DTensor. If the DTensor is only on some dimensions of this mesh, `dims` has their names.
     """
 
     of: Mesh
@@ -82,7 +83,7 @@ class Writer:
         return cast("tuple[Any, ...]", NotImplemented)
 
     def _reduce_tensor(self, tensor: Any) -> tuple[Any, ...]:
-        # If storages overlap, `pickle` starts again, and reduces the same tensor a second time.
+        # A tensor can come a second time: `pickle` starts again if tensors overlap in memory.
         if id(tensor) not in self._numbers:
             self._numbers[id(tensor)] = tensor, len(self.shards)
             of, dims = self._mesh_and_dims(tensor.device_mesh)
@@ -297,9 +298,10 @@ def assembled_tensors(files: Mapping[int, Sequence[Shard]], source: int) -> list
 
 
 def _assembled(pieces: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
-    """Join the ranks' pieces of a tensor, which are in the order of the mesh's ranks.
+    """Return the whole tensor, joined from the ranks' pieces.
 
-    In this order the last dimension of the mesh changes fastest, so this dimension is joined first.
+    The pieces are in the order of the mesh's ranks. In this order neighbours differ in the last
+    dimension of the mesh, so this dimension is joined first.
     """
     for size, placement in reversed([*zip(shard.of.shape, shard.placements, strict=True)]):
         rows = [pieces[start : start + size] for start in range(0, len(pieces), size)]

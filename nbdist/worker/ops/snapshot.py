@@ -1,8 +1,9 @@
 """Ops that write and read a rank's file of a snapshot: its variables and random states.
 
-The kernel of each rank calls these ops, for `%dist_snapshot` and `%dist_restore`. A file has the
-frames of two pickles: the variables, and the shards of DTensors. The notebook chooses the names,
-and keeps the digests of the files, but no value goes through the notebook.
+The kernel of each rank calls these ops, for `%dist_snapshot` and `%dist_restore`. A file has two
+pickles: one of the variables, and one of the rank's shards of DTensors. Each pickle is stored as
+frames: the pickled bytes, and the large memory beside them. The notebook chooses the names of the
+variables, and keeps the digests of the files, but no value goes through the notebook.
 """
 
 from __future__ import annotations
@@ -116,8 +117,8 @@ def write(
     is True, and otherwise nothing is written. In both cases the result has the reason.
     """
     namespace, rank = context.names, context.rank
-    # The names that all ranks write come first. So sharded tensors have the same numbers on all
-    # ranks, by which `assembled_tensors` joins them.
+    # Put the names that all ranks write first. Then a sharded tensor has the same number on all
+    # ranks, and `assembled_tensors` can join its shards by this number.
     names = sorted(wanted[rank], key=lambda n: not all(n in each for each in wanted.values()))
     values = {name: namespace[name] for name in names if name in namespace}
     left_out = {}
@@ -143,8 +144,8 @@ def write(
     writer = sharded.Writer()
     frames = pickle(contents, namespace, back_to_device=True, reduce=writer.reduce).frames
     shards = pickle(writer.shards, namespace, back_to_device=True).frames
-    # The first frame has the number of the variables' frames. These follow, and then the frames of
-    # the shards.
+    # Write three parts: a first frame with the number of the variables' frames, the frames of the
+    # variables, and the frames of the shards.
     first = len(frames).to_bytes(8, "little")
     if problem := _folder_problem(folder):
         return Written(problem)
@@ -226,13 +227,14 @@ File = tuple[int, str]
 def load(
     context: Context, folder: str, parts: Mapping[int, File], everyones: Sequence[File] = ()
 ) -> Loaded:
-    """Read a rank's file of a snapshot, and keep its contents for `bind`.
+    """Read a rank's variables from its file of a snapshot, and keep them for `bind`.
 
-    If the file cannot be read, the result says why. Binding is a second op, so that no rank binds
+    If the file cannot be read, the result says why. `bind` is a separate op, so that no rank binds
     anything if another rank's file is damaged.
 
-    `parts` has for each rank the file to read. `everyones` is empty, or has all files of the
-    snapshot; then sharded tensors are joined from these files, and sharded again for this world.
+    `parts` has, for each rank, the file that it reads. `everyones` is empty if each rank gets its
+    own shards back. Otherwise it has all files of the snapshot: sharded tensors are joined from all
+    files, and sharded again for this world.
     """
     try:
         return _load(context, folder, parts[context.rank], everyones)
@@ -276,7 +278,7 @@ def _split(frames: list[memoryview]) -> tuple[list[memoryview], list[memoryview]
 
 
 def bind(context: Context, *, names: Sequence[str] | None, with_random: bool) -> tuple[str, ...]:
-    """Bind the variables that `load` has read, only those in `names` unless this is None.
+    """Bind the variables that `load` has read: those in `names`, or all if `names` is None.
 
     Return the names of these variables. Global variables that functions and classes of the snapshot
     use are bound too, if this rank lacks them. With `with_random`, also set the random states.
@@ -291,8 +293,8 @@ def bind(context: Context, *, names: Sequence[str] | None, with_random: bool) ->
         tensor.grad = grad
     for name, value in contents["also"].items():
         namespace.setdefault(name, value)
-    # If only some variables are bound, register only the objects in these variables. For any other
-    # object of the snapshot, `replace` would change this rank's object with the same key.
+    # If only some variables are bound, pass on only the objects in these variables. If an object of
+    # another variable were passed, `replace` would change this rank's object with the same key.
     keyed = contents.get("keyed", [])
     if names is not None:
         inside = {id(each) for each in _sketch(restored, namespace).objects}

@@ -67,7 +67,7 @@ def gather(context: Context, expressions: Sequence[str], *, joins: bool = False)
 
 
 def last_value(context: Context, of: str) -> Brought:
-    """Lend the notebook the big last value of a cell that this rank has kept.
+    """Return the big last value of a cell, which this rank has kept, packed for the notebook.
 
     `of` is the id of the cell's task.
     """
@@ -84,7 +84,11 @@ def push(context: Context, packed: Mapping[int, Payload]) -> None:
 
 
 def bind_pushed(context: Context) -> Mapping[str, Replaced]:
-    """Bind the values that `push` has received; return facts on the values that they replaced."""
+    """Bind the values that `push` has received.
+
+    Return, by the name of the variable, facts on the old value that was replaced, for example
+    whether this rank had changed it.
+    """
     return context.namespace.bind_received().replaced
 
 
@@ -110,10 +114,10 @@ def bind_scattered(context: Context) -> None:
 def inspect(
     context: Context, objects: Mapping[int, ChangedParts], names: Sequence[str] = ()
 ) -> Inspected:
-    """Return which parts of the notebook's objects this rank has changed, and facts on variables.
+    """Return which of the notebook's objects this rank has changed or freed.
 
-    `objects` has by key the parts of each object that the notebook asks about, None for all parts.
-    `names` are the names of the variables.
+    `objects` has, by key, the parts of each object to compare, or None to compare all parts. The
+    result also describes this rank's values of the variables in `names`.
     """
     return context.namespace.counterparts.inspect(objects, names)
 
