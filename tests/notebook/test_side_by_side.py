@@ -321,10 +321,13 @@ def test_cells_run_beside_a_rank_that_has_not_stopped(four: Notebook, end: Path)
         "import os, time\nstops = 0\nprint('begun')\n"
         "while rank == 1:\n    try:\n"
         f"        while not os.path.exists({str(end)!r}): time.sleep(0.01)\n"
-        "        break\n    except KeyboardInterrupt: stops += 1"
+        "        break\n    except KeyboardInterrupt:\n"
+        f"        stops += 1; open({str(end)!r} + str(stops), 'w').close()"
     )
+    was_stopped = lambda times: Path(f"{end}{times}").exists()  # noqa: E731
     stuck = four.run(f"%%distributed -r 1-3\n{stubborn}", four.stop_at("begun"))
     assert stuck.error.startswith("RanksNotStopped: rank 1 has not stopped yet")
+    wait_until(lambda: was_stopped(1), "rank 1 was interrupted")
     waits = "leave the stopped cell"
     beside = four.run("%%distributed -r 2\nprint('beside', rank)")
     assert "beside 2" in beside.seen
@@ -334,6 +337,7 @@ def test_cells_run_beside_a_rank_that_has_not_stopped(four: Notebook, end: Path)
     stopped = four.run("%%distributed -r 1\nnever = 1", four.stop_at(waits))
     said = "KeyboardInterrupt: Stopped. This cell has not run; rank 1 was interrupted again."
     assert stopped.error == said
+    wait_until(lambda: was_stopped(2), "rank 1 was interrupted again")
     press_early = four.run(
         "import signal\n"
         "def press(message):\n"
@@ -345,6 +349,7 @@ def test_cells_run_beside_a_rank_that_has_not_stopped(four: Notebook, end: Path)
     )
     assert press_early.errors == []
     assert four.run("%%distributed -r 1\nnever = 1").error == said
+    wait_until(lambda: was_stopped(3), "rank 1 was interrupted once more")
     end.touch()
     assert four.run("%%distributed -r 1 -o found\n'never' in globals(), stops").errors == []
     assert four.value("found[1][0], found[1][1] >= 3") == (False, True)
