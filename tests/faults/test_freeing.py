@@ -52,6 +52,20 @@ CASES = {
     **{name: (source, 1) for name, source in MEETINGS.items()},
 }
 
+HALF_READ = """
+if rank == 0:
+    dist.irecv(torch.zeros(1), 1)  # gloo frees what belongs to it at once
+    time.sleep(0.2)
+    dist.recv(torch.zeros(1), 2)
+if rank == 1:
+    time.sleep(0.1)
+    sent = dist.isend(torch.ones(1), 0)
+    time.sleep(0.2)
+    raise ValueError
+if rank == 2: time.sleep(0.5)
+"""
+"""A cell after which rank 0 has the head of a message from rank 1, but no buffer for the rest."""
+
 ALL_MEET = """
 t = torch.full((1,), float(rank))
 dist.all_reduce(t, group=dist.new_group())
@@ -182,6 +196,23 @@ def test_every_incomplete_variable_is_named(world: World) -> None:
             break
     stop(world, running)
     assert running.ending.damage.startswith("`x` on ranks 0-2 may hold")
+
+
+def test_gloo_rests_after_an_abort(world: World) -> None:
+    """A connection that gloo neither reads nor closes wakes gloo's thread only once.
+
+    Otherwise the thread would use a whole processor until the rank ends.
+    """
+    before = dict(world.pids)
+    error = fails(world, f"import time\n{HALF_READ}")
+    assert "Rank 0 was waiting in recv" in str(error)
+    world.execute(
+        "from nbdist.worker.group.gloo_loop import watched_with\n"
+        "watched = watched_with(get_ipython().kernel.group._gloo._listener)\n"
+        "left = [each.is_reported_once for each in watched if each.is_shut_down]"
+    )
+    assert world.gather("left") == [[True], [], [], []]
+    goes_on(world, before)
 
 
 def test_waits_end_if_the_awaited_rank_cannot_come(world: World) -> None:

@@ -36,6 +36,7 @@ from torch.distributed import ProcessGroupGloo
 from nbdist.output.events import ConnectionLoss
 from nbdist.words import one_line
 from nbdist.worker.compat import torch as seam
+from nbdist.worker.group import gloo_loop
 from nbdist.worker.group.stores import AbortableStore, Meeting, run_with_timeout
 from nbdist.worker.process import CELL_TIMES, BadEnvironment
 
@@ -123,7 +124,7 @@ class Gloo:
     """Makes and reconnects gloo backends, and aborts their collectives."""
 
     def __init__(self) -> None:
-        self._device, self._port = _make_device()
+        self._device, self._port, self._listener = _make_device()
         self._opened: set[int] = set()  # inodes of connections that gloo has opened
         # Where the next new backend meets the other ranks. This is None if user code makes the
         # backend: the ranks then meet in the store that user code passes.
@@ -237,6 +238,7 @@ class Gloo:
         for each in tuple(_waits):
             each.is_over = True
             seam.end_receive(each.work)
+        gloo_loop.report_once(self._listener)
         return ended
 
     def abandon_in_child(self) -> None:
@@ -268,8 +270,11 @@ class Gloo:
                     yield connection
 
 
-def _make_device() -> tuple[Any, int]:
-    """Make a network device of gloo as torch does; return it and the port on which it listens."""
+def _make_device() -> tuple[Any, int, int]:
+    """Make a network device of gloo as torch does.
+
+    Returns the device, the port on which it listens, and the inode of the listening socket.
+    """
     before = set(sockets())
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     try:
@@ -290,7 +295,7 @@ def _make_device() -> tuple[Any, int]:
     for fd, inode in set(sockets()) - before:
         with suppress(OSError), borrowed(fd, inode) as listener:
             if _listens(listener):
-                return device, int(listener.getsockname()[1])
+                return device, int(listener.getsockname()[1]), inode
     raise RuntimeError("gloo's listening socket was not found")
 
 
