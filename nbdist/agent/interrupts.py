@@ -74,18 +74,16 @@ def is_stuck(sight: InterruptedRank) -> bool:
     """Return True if the rank seems unable to leave its code, so that only a kill helps; pure.
 
     A rank that has left its code, or that the notebook has asked not to kill, is not stuck.  For
-    any other rank, the first of these conditions that is true decides; seconds are own seconds:
+    any other rank, the first case that applies decides.  Seconds count from the last Stop, without
+    the seconds in which the rank waited for a processor (own seconds):
 
-    - If a signal has stopped the process, or C code holds the GIL, the rank is stuck `C_GRACE`
-      seconds after Stop.
-    - If the rank waits in a collective, the rank is stuck after `MAX_FUTILE_ABORTS` aborts that did
-      not end the wait, `IGNORES_GRACE` seconds after the first abort.
-    - If the process ignores SIGINT, or if Stop was pressed again, the rank is stuck `IGNORES_GRACE`
-      seconds after the last Stop.
-    - If the main thread sleeps and has not reacted to SIGINT, the rank is stuck `C_GRACE` seconds
-      after Stop.
-
-    A rank that computes, or cleans up after KeyboardInterrupt, is stuck only after a second Stop.
+    - A signal has stopped the process, or C code holds the GIL: stuck after `C_GRACE` seconds.
+    - The rank waits in a collective: stuck once `MAX_FUTILE_ABORTS` aborts have not ended the wait,
+      and `IGNORES_GRACE` seconds have passed since the first of these aborts, or since the last
+      Stop if it came later.
+    - The process ignores SIGINT, or Stop was pressed again: stuck after `IGNORES_GRACE` seconds.
+    - The main thread sleeps and has not reacted to SIGINT: stuck after `C_GRACE` seconds.
+    - Any other case, as when the rank computes or cleans up after KeyboardInterrupt: not stuck.
     """
     place = sight.place
     if sight.is_spared or not place.is_in_code:
@@ -132,7 +130,6 @@ class _Stopped:
         self._again = self.is_spared = self._is_reminded = False
         self._drops = 0  # how many dropped KeyboardInterrupts the rank has reported so far
         self._aborts = 0
-        self._aborted_at = 0.0
         self._place = RankPosition()
         self._is_asleep = False
         self._restart_clock()
@@ -143,6 +140,7 @@ class _Stopped:
 
     def _restart_clock(self) -> None:
         self._own_time = OwnTime(self.rank.pid)
+        self._aborted_at = 0.0
         self._schedule_before = schedule(self.rank.pid, self.rank.pid)
 
     @property
