@@ -25,6 +25,7 @@ from zmq.eventloop.zmqstream import ZMQStream
 
 from nbdist import __version__
 from nbdist.agent.supervisor import Supervision
+from nbdist.agent.unattended_healing import UnattendedHealing
 from nbdist.agent.world_record import WorldRecord
 from nbdist.output.events import Output
 from nbdist.system import folders
@@ -42,6 +43,7 @@ from nbdist.wire.queries import (
 )
 from nbdist.wire.spec import versions_here
 from nbdist.wire.work import task_from
+from nbdist.words import name_ranks
 
 T = TypeVar("T")
 
@@ -84,6 +86,7 @@ class NotebookLink:
         self._has_machines = has_machines
         self.record = WorldRecord()
         self._supervision = Supervision(self._deliver, self.send)
+        self._healing = UnattendedHealing(self.record, self._heal)
         # The connection to the notebook; None while the world is detached, and after `close`.
         self._stream: ZMQStream | None = self._connect(folders.NOTEBOOK_SOCKET)
         self.notebook_pid = notebook_pid  # 0 while detached
@@ -126,6 +129,7 @@ class NotebookLink:
         """
         self.record.record_sent(message)
         self._supervision.report(message)
+        self._healing.check()
         if isinstance(message, messages.Outputs):
             self._live_in_flight += 1
         if self._stream is not None:
@@ -142,6 +146,7 @@ class NotebookLink:
         """Close the connection; queued messages may still be sent for `NOTEBOOK_LINK_LINGER`."""
         stream, self._stream = self._stream, None  # from here on `_notebook_ended` does nothing
         self._supervision.close()
+        self._healing.close()
         self._unwatch_all()
         if stream is not None:
             stream.close()
@@ -168,11 +173,13 @@ class NotebookLink:
                 return
             case messages.AgentRequest(request=messages.StartWorld() | messages.StopWorld()):
                 self._supervision.close()
+                self._healing.close()
         if isinstance(message, messages.HandoverState):
             self.record.record_received(message)
         else:
             self._supervision.receive(message)
             self._deliver(message)
+            self._healing.receive(message)
 
     def _deliver(self, message: messages.Down) -> None:
         """Record a message that the notebook or `Supervision` has sent, and call `on_message`."""
@@ -182,6 +189,12 @@ class NotebookLink:
     def observe(self, rank: int, task_id: str, output: Output) -> None:
         """Pass an output of a rank to `Supervision` at once, even if the notebook is busy."""
         self._supervision.observe(rank, task_id, output)
+        self._healing.observe(task_id, output, is_detached=self._stream is None)
+
+    def _heal(self) -> None:
+        dead = self.record.facts.dead if self.record.facts else ()
+        log.warning("%s: replaced without the notebook", name_ranks(dead))
+        self._deliver(messages.AgentRequest(messages.OWN_REQUEST, messages.Heal()))
 
     def _open_segments(self, state: messages.HandoverState) -> messages.HandoverState:
         """Open the shared memory of the set-up cells in this process, so that it stays available.
@@ -250,6 +263,7 @@ class NotebookLink:
         for release in self.record.pop_unreleased_values():
             self._on_message(release)
         self._live_in_flight = self._replayed_in_flight = 0
+        self._healing.detach()
 
     def attach_connection_closed(self, pid: int) -> None:
         """Detach or shut down the world, because the attached notebook `pid` has disconnected.
@@ -337,6 +351,8 @@ class NotebookLink:
         attached, decided = self.record.attached(self._owner_since), self._supervision.decided
         for message in (attached, *decided, *batches):
             self._stream.send(pack(message))
+        if healed := self.record.unattended_change:
+            self._stream.send(pack(messages.AgentReply(messages.OWN_REQUEST, healed)))
         self._replayed_in_flight += len(batches)
         self._owner_since = time.time()
         self._watch_notebook_process()

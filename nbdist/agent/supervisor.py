@@ -16,6 +16,7 @@ from dataclasses import replace
 from nbdist.agent.hang_detector import UNCHANGED, HangDetector
 from nbdist.output.events import Died, Done, Failure, InputRequest, Output
 from nbdist.wire.messages import (
+    OWN_REQUEST,
     Aborted,
     AbortRanks,
     AgentRequest,
@@ -49,9 +50,6 @@ checks only once a second which collectives have completed.
 
 LOCATE = "locate"
 """The step of a supervisor that asks all ranks where in their code they are."""
-
-OWN_REQUEST = 0
-"""The id of requests of `Supervision`; nobody waits for the replies."""
 
 
 class Supervisor:

@@ -22,7 +22,7 @@ from nbdist.wire.messages import Outputs, RankOutput
 from nbdist.wire.places import RankPosition, Stack
 from nbdist.wire.queries import Inspection, ReportedFailure, TaskSummary
 from nbdist.wire.work import task_from
-from nbdist.wire.world_facts import WorldFacts, died_again_text
+from nbdist.wire.world_facts import Renumbering, WorldFacts, died_again_text
 
 TEXT_OF_ALL, TEXT_AT_LEAST = 256 << 20, 1 << 16
 """How many characters of a task's text are kept, to replay them to the next notebook.
@@ -46,6 +46,9 @@ class WorldRecord:
         self.memory = messages.HandoverState()  # what the notebook leaves to the next notebook
         self.began = time.time()  # when the world or its last task was started
         self.pending_calls: dict[int, Changing] = {}  # calls without an answer, by number
+        # By rank: the deaths after which `UnattendedHealing` has replaced ranks, until a notebook
+        # asks for healing itself.  It then runs the set-up cells on these ranks.
+        self._replaced: dict[int, Died] = {}
         self._next_call = 1  # the number of the notebook's next call
         # By rank: the variables that tasks have bound, each with its module if it was imported.
         self._bound: dict[int, dict[str, str | None]] = {}
@@ -83,6 +86,11 @@ class WorldRecord:
         return self.memory.config.detach
 
     @property
+    def heals(self) -> bool:
+        """Whether dead ranks are replaced by new workers (`--on-failure heal`)."""
+        return self._last is not None and self._last.run.rules.heals
+
+    @property
     def has_world(self) -> bool:
         """Whether the world has workers, or is starting them."""
         starts = any(isinstance(each, messages.StartWorld) for each in self.pending_calls.values())
@@ -108,6 +116,8 @@ class WorldRecord:
                 self._next_call = max(self._next_call, number + 1)
                 if isinstance(request, Changing):
                     self.pending_calls[number] = request
+                    if number != messages.OWN_REQUEST:
+                        self._replaced = {}
                 if isinstance(request, messages.Grow) and self.facts:
                     self.facts = replace(self.facts, joined=())
             case messages.RunTask():
@@ -126,6 +136,8 @@ class WorldRecord:
         match message:
             case messages.AgentReply(number, reply) if number in self.pending_calls:
                 request = self.pending_calls.pop(number)
+                if number == messages.OWN_REQUEST and isinstance(reply, messages.Healed):
+                    self._replaced |= reply.replaced
                 if isinstance(request, messages.StopWorld) or isinstance(
                     reply, messages.StartFailure
                 ):
@@ -279,6 +291,16 @@ class WorldRecord:
 
     # --- for the next notebook ----------------------------------------------------------------
 
+    @property
+    def unattended_change(self) -> messages.Healed | None:
+        """The changes of the world by `UnattendedHealing`, for a notebook that attaches; or None.
+
+        A notebook that has asked for healing since then knows of them.
+        """
+        if self.facts is None or not self._replaced:
+            return None
+        return messages.Healed(self.facts, Renumbering.none(len(self.facts.pids)), self._replaced)
+
     def attached(self, since: float) -> messages.Attached:
         """Return the world and its tasks, without outputs, for a notebook that attaches.
 
@@ -288,9 +310,10 @@ class WorldRecord:
         assert self.facts is not None
         tasks = tuple(task.attached for task in self._tasks.values())
         forgotten, call = max(0, self._count - len(tasks)), self._next_call
-        return messages.Attached(
-            *(self.facts, self.memory, self._bound, tasks, call, forgotten, since)
-        )
+        # If ranks were replaced meanwhile, the notebook must ask for healing before its first cell:
+        # it then runs the set-up cells on these ranks.
+        facts = replace(self.facts, is_whole=self.facts.is_whole and not self._replaced)
+        return messages.Attached(*(facts, self.memory, self._bound, tasks, call, forgotten, since))
 
     def replay_batches(self) -> list[Outputs]:
         """Return the recorded outputs in batches, for a notebook that attaches."""

@@ -253,6 +253,10 @@ Reply = Any
 R = TypeVar("R")
 
 
+OWN_REQUEST = 0
+"""The id of requests that an agent or head makes itself; nobody waits for the replies."""
+
+
 class AgentRequest(NamedTuple, Generic[R]):
     """A request that is answered by an `AgentReply` with the same id.
 

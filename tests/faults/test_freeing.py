@@ -9,8 +9,10 @@ import ctypes
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from nbdist.config import Patience
@@ -453,4 +455,42 @@ def test_a_blocked_notebook_keeps_nobody_waiting(
         pass
     with pytest.raises(error):
         dispatch.check(world.engine, running)
+    world.execute(ALL_MEET)
+
+
+DIES_LATER = """
+import os, time
+open(f"{folder}/begun{{rank}}", "w").close()
+while not os.path.exists("{folder}/gate"): time.sleep(0.01)
+if rank == 1: os._exit(3)
+dist.barrier()
+"""
+
+
+def test_a_dead_rank_is_replaced_while_the_notebook_is_blocked(
+    world: World, tmp_path: Path
+) -> None:
+    """The agent starts a new worker, and the ranks form their group, without the notebook."""
+    world.execute("kept = rank")
+    before = dict(world.pids)
+    (agent,) = psutil.Process(world.engine.connection.link.agent.pid).children()
+    children = "|".join(str(each.pid) for each in agent.children())
+    running = world.submit(world.task(DIES_LATER.format(folder=tmp_path)))
+    wait_until(lambda: len([*tmp_path.glob("begun*")]) == 4)
+    is_replaced = f"test ! -e /proc/{before[1]} && pgrep -P {agent.pid} | grep -qvxE '{children}'"
+    command = (
+        f"touch {tmp_path}/gate; "
+        f"for i in $(seq {10 * SOON}); do {is_replaced} && exit 0; sleep 0.1; done; exit 1"
+    )
+    assert ctypes.PyDLL(None).system(command.encode()) == 0
+    now = time.time()
+    for _ in world.follow(running):
+        pass
+    with pytest.raises(WorkerDied, match=r"rank 1 .* exited with code 3.*Rank 1 was restarted"):
+        dispatch.check(world.engine, running)
+    assert psutil.Process(world.pids[1]).create_time() < now
+    assert {rank: pid for rank, pid in world.pids.items() if rank != 1} == {
+        rank: pid for rank, pid in before.items() if rank != 1
+    }
+    assert world.gather("globals().get('kept')") == [0, None, 2, 3]
     world.execute(ALL_MEET)

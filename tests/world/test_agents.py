@@ -290,6 +290,32 @@ def test_ranks_are_released_without_a_notebook() -> None:
 
 
 @pytest.mark.own_agent
+@pytest.mark.parametrize("is_idle", [False, True], ids=["busy", "idle"])
+def test_a_dead_rank_is_replaced_without_a_notebook(*, is_idle: bool) -> None:
+    """The next notebook reads of the death, and its first cell finds the set-up cells' names."""
+    dies = "import os\nif rank: time.sleep(0.5); os._exit(3)\ndist.barrier()"
+    with script("time.sleep(0.5)" if is_idle else dies, "gloo") as process:
+        process.kill()
+        wait_until(is_detached, "it is detached")
+        if is_idle:
+            wait_until(lambda: here()[0].info.state == "ready", "all ranks have ended the task")
+            os.kill(psutil.Process(here()[0].agent).children()[-1].pid, signal.SIGKILL)
+        wait_until(lambda: here()[0].info.state == "broken", "a rank is dead")
+        wait_until(lambda: here()[0].info.state == "ready", "the rank is replaced")
+        with attach(NAME) as world:
+            before = dict(world.pids)
+            if is_idle:
+                world.catch_up()
+            else:
+                with pytest.raises(WorkerDied, match=r"rank 1 .* exited with code 3"):
+                    world.catch_up()
+            assert world.gather("float(big)") == [100_000.0, 100_000.0]
+            assert world.gather("globals().get('x')").count(None) == 1
+            world.execute("dist.barrier()")
+            assert world.pids == before
+
+
+@pytest.mark.own_agent
 def test_a_cell_runs_at_once_if_the_task_has_ended_without_a_notebook() -> None:
     """A task that ended while detached does not keep its ranks busy for the next notebook."""
     with script("time.sleep(0.5)", "none") as process:
