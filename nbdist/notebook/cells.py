@@ -32,7 +32,7 @@ from nbdist.notebook.display import CellDisplay, progress
 from nbdist.notebook.idle import raise_stops, redirect_stops
 from nbdist.notebook.jobs import CellSteps
 from nbdist.notebook.options import immediate_options
-from nbdist.notebook.outcome import failure_of, last_values
+from nbdist.notebook.outcome import last_values
 from nbdist.notebook.pool import Pool
 from nbdist.notebook.shipment import Shipment
 from nbdist.notebook.shipping import Plan, plan
@@ -174,7 +174,7 @@ def attempt_steps(
         running = yield from _attempt(pool, world, attempt, shipment, display, patience, setup)
         if not running.ending.restart_text:
             break
-        _record_failure(pool, running)
+        pool.failures.record_cell(world.engine, running)
         display = pool.display(is_quiet=options.quiet)
         display.add_note(running.ending.restart_text)
         new = [rank for rank, pid in world.pids.items() if pid != pids.get(rank)]
@@ -196,7 +196,7 @@ def outcome_of(
     except (NbdistError, Interrupted) as error:
         if running.stop.is_of_job:
             display.add_note(str(error), at_once=False)
-            display.redraw_ended(running.transcript, pool.log_files())
+            display.redraw_ended(running.transcript, world.engine.rank_table.log_files)
         return error
     return result_of(pool, world, running)
 
@@ -210,7 +210,7 @@ def make_shipment(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shi
     """
     send_plan = pack(names)
     if (question := send_plan.question) is not None:
-        on_jobs = {rank for job in pool.jobs for rank in job.task_run.unfinished}
+        on_jobs = {rank for job in pool.jobs.running for rank in job.task_run.unfinished}
         answers: Mapping[int, Any] = {}
         if ranks := [rank for rank in question.ranks if rank not in on_jobs]:
             task = world.task(OpCall("values.inspect", question.arguments), ranks=ranks)
@@ -243,7 +243,7 @@ def _attempt(
             # A job that runs again is not the newest cell: the user may have run other cells since.
             if not (running.stop.is_of_job and task.attempt.number):
                 pool.last = running
-            pool.note_deaths(world, display, machines)
+            pool.failures.note_deaths(world.engine, display, machines)
             history = pool.shell.history_manager
             cells = history.input_hist_raw if history is not None else []
             if note := world.engine.surroundings.pop_note(cells):
@@ -288,9 +288,9 @@ def follow_steps(
                 with running.stop.counting_presses():
                     if display:
                         # The page must have a widget's model before a display shows the widget.
-                        pool.show_widgets()
+                        pool.late.show_widgets()
                         _redraw(running, outputs, display, is_attended=is_attended)
-                        pool.show_late(at_once=False, running=display)
+                        pool.late.show(at_once=False, running=display)
                     rank = running.prompts.next(time.monotonic(), running.unfinished)
                     if is_attended and rank is not None:
                         with raise_stops():
@@ -305,13 +305,13 @@ def follow_steps(
             if display:
                 running.transcript.abort(time.monotonic())
                 display.add_note("the workers ended before the cell had finished", at_once=False)
-                display.end(running.transcript, pool.log_files())
+                display.end(running.transcript, world.engine.rank_table.log_files)
             raise
         if display:
-            pool.show_widgets()
+            pool.late.show_widgets()
             for text in notes_on(running.transcript, world.engine.names):
                 display.add_note(text, at_once=False)
-            display.end(running.transcript, pool.log_files())
+            display.end(running.transcript, world.engine.rank_table.log_files)
             pool.end_cell(running, display)
 
 
@@ -340,7 +340,7 @@ def check_end(pool: Pool, world: World, running: TaskRun, *, stopped: bool | Non
         find = f"`%dist_attach {world.engine.rank_table.spec.name}` in the next one finds them"
         raise Interrupted((), outcome=f"the kernel ends, and the workers keep running: {find}")
     if cause := running.transcript.root_cause():
-        pool.failed = time.monotonic(), *cause
+        pool.failures.record_first_error(*cause)
     killed = running.transcript.killed_by_stop
     stopped = running.stop.was_pressed if stopped is None else stopped
     if stopped and not running.unfinished and (killed or not running.transcript.deaths):
@@ -356,7 +356,7 @@ def check_end(pool: Pool, world: World, running: TaskRun, *, stopped: bool | Non
     running.ending = replace(ending, recovery_text=recovery, lacking_text=lacking)
     if error := error_of(running):
         world.engine.rank_table.mark_reported(running.ending.recovered_ranks)
-        _record_failure(pool, running)
+        pool.failures.record_cell(world.engine, running)
         if isinstance(error, CellTimeout) and killed:
             error.add(stop_text(world.engine, killed))
         if pool.routine.hint and isinstance(error, WorkerDied):
@@ -392,7 +392,7 @@ def fetch_results(
     with redirect_stops(partial(world.engine.count_stop, task)):
         machines = world.engine.rank_table.machines
         running = world.submit(task)
-        pool.note_deaths(world, display or pool.display(), machines)
+        pool.failures.note_deaths(world.engine, display or pool.display(), machines)
         for _ in follow_steps(pool, world, running, None):
             with running.stop.counting_presses():
                 if show and running.reports.moved:
@@ -419,7 +419,7 @@ def bind(
     """
     machines = world.engine.rank_table.machines
     for running in bind_steps(world.engine, task, work, shipped):
-        pool.note_deaths(world, display or pool.display(), machines)
+        pool.failures.note_deaths(world.engine, display or pool.display(), machines)
         if display:
             pool.last = running
         run_steps(follow_steps(pool, world, running, display))
@@ -435,11 +435,6 @@ def result_of(pool: Pool, world: World, running: TaskRun) -> CellResult[Any]:
     """
     values = last_values(world.engine, running, partial(fetch_results, pool, world))
     return replace(running.result(), by_rank=values)
-
-
-def _record_failure(pool: Pool, running: TaskRun) -> None:
-    if error := error_of(running):
-        pool.last_failure = failure_of(running, error, pool.log_files()) or pool.last_failure
 
 
 def notes_on(transcript: Transcript, table: NameTable) -> Iterator[str]:

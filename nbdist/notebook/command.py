@@ -93,9 +93,9 @@ class MagicCall:
 
         Raises WorldNotStarted, with the magic's name, if there are no workers.
         """
-        if self.pool.jobs:
+        if self.pool.jobs.running:
             selects = getattr(self.options, "ranks", None) is not None
-            self.pool.wait_for_jobs(self.display, self.ranks if selects else None)
+            self.pool.jobs.wait(self.display, self.ranks if selects else None)
         return self.busy_world
 
     @property

@@ -1,7 +1,7 @@
-"""Watches workers while no cell runs, shows late output, and handles Stop (SIGINT).
+"""Watches workers while no cell runs, and handles Stop (SIGINT).
 
-Runs in the notebook's process, on IPython's main thread.  `Pool` owns an `IdleWatch` and the
-`FinishedCells`, and `Pools` owns an `IdleStop`.  Loops that follow a cell or job use `Stops`.
+Runs in the notebook's process, on IPython's main thread.  `Pool` owns an `IdleWatch`, and `Pools`
+owns an `IdleStop`.  Loops that follow a cell or job use `Stops`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import Any, Self
@@ -21,14 +20,7 @@ from typing import Any, Self
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist.notebook.cell_text import request_of
-from nbdist.notebook.display import MAX_LATE_LENGTH, REDRAW_INTERVAL, CellDisplay
-from nbdist.output.ansi import strip
-from nbdist.output.events import Display, DisplayUpdate, Failure, Output, Text, Visible, plain_of
-from nbdist.output.transcript import Transcript
-from nbdist.output.wording import fold_ranks, traceback_text
-from nbdist.words import name_ranks
 from nbdist.world.agent_link import Link
-from nbdist.world.task_run import RankOutputs
 
 # The shortest and longest pause, in seconds, before the next call of `notice` while no task runs.
 IDLE_PAUSE, MAX_IDLE_PAUSE = 0.25, 1.0
@@ -134,152 +126,6 @@ class IdleWatch:
             MAX_IDLE_PAUSE, max(IDLE_PAUSE, PAUSES_PER_NOTICE * (now - started))
         )
         self.update()
-
-
-# --- output of ranks after their cell has ended, and later changes of its displays ------------
-
-OUTPUTS_KEPT = 1000  # late outputs that no cell can show; older outputs are dropped
-
-CELLS_KEPT = 20  # cells whose displays can still change
-
-
-class FinishedCells:
-    """The last cells that have ended, newest last, each with its display."""
-
-    def __init__(self) -> None:
-        # The display is None for cells of former workers, which send no output any more.
-        self._cells: deque[tuple[Transcript, CellDisplay | None]] = deque(maxlen=CELLS_KEPT)
-        self._without_cell: deque[tuple[int, Output]] = deque(maxlen=OUTPUTS_KEPT)
-        self._changed = set[Transcript]()
-        self._last_update: tuple[Transcript, int] | None = None
-        self._show_at = 0.0
-
-    def add(self, transcript: Transcript, display: CellDisplay) -> None:
-        """Add a cell that has ended; the oldest cell is dropped if there are too many."""
-        self._cells.append((transcript, display))
-
-    def past(self, last: Transcript) -> list[Transcript]:
-        """Return the transcripts of past cells, also of former workers, and then `last`."""
-        return [*(each for each, _ in self._cells if each is not last), last]
-
-    def forget(self) -> None:
-        """Keep the transcripts but forget the displays, because the workers are new.
-
-        The former workers send no more output, so no display has to be redrawn.
-        """
-        self._cells = deque([(each, None) for each, _ in self._cells], CELLS_KEPT)
-        self._changed.clear()
-        self._last_update = None
-        self._without_cell.clear()
-
-    def receive(self, outputs: Iterable[tuple[int, Output]]) -> None:
-        """Add late output to the last cell of its rank, or keep it for `pop_texts`.
-
-        Output is kept if no cell can show it.  Output that users could not see is dropped.
-        """
-        for rank, output in outputs:
-            if not isinstance(output, Visible):
-                continue
-            if (cell := self._cell_of(rank, output)) is None:
-                self._without_cell.append((rank, output))
-            else:
-                cell.receive(rank, output, time.monotonic())
-                self.add_to_display(cell, [(rank, output)])
-                self._changed.add(cell)
-
-    def add_to_display(self, transcript: Transcript, outputs: RankOutputs) -> None:
-        """Pass late outputs, which the transcript already has, to the display of its cell.
-
-        The next `show` draws them.
-        """
-        for each, display in self._cells:
-            if each is transcript and display is not None:
-                display.add_late(transcript, outputs)
-
-    def finish_lines(self) -> None:
-        """Let the next `show` also show lines of late output that are not complete."""
-        for transcript, display in self._cells:
-            if display is not None and display.finish_late():
-                self._changed.add(transcript)
-
-    def lose_widgets(self, rank_by_id: Mapping[str, int]) -> None:
-        """Replace widgets of lost ranks by lines of text; `rank_by_id` maps widget ids to ranks."""
-        for transcript, _ in self._cells:
-            lost = [each.replace_lost_widgets(rank_by_id) for each in transcript]
-            if any(lost):
-                self._changed.add(transcript)
-
-    def mark_changed(self, transcript: Transcript) -> None:
-        """Redraw this cell at the next `show`."""
-        self._changed.add(transcript)
-
-    def update(self, transcript: Transcript) -> None:
-        """Redraw this cell at the next `show` if it has new output since the last `update`."""
-        state = transcript, sum(each.version for each in transcript)
-        if state != self._last_update:
-            self._last_update = state
-            self._changed.add(transcript)
-
-    @property
-    def has_changes(self) -> bool:
-        """Whether the next `show` has a cell to redraw."""
-        return bool(self._changed)
-
-    def show(self, logs: Mapping[int, str], *, at_once: bool = True) -> None:
-        """Redraw the cells that have changed; without `at_once`, at most a few times a second."""
-        if self._changed and (at_once or time.monotonic() >= self._show_at):
-            for transcript, display in self._cells:
-                if transcript in self._changed and display is not None:
-                    display.redraw_ended(transcript, logs)
-            self._changed.clear()
-            self._show_at = time.monotonic() + REDRAW_INTERVAL
-
-    def pop_texts(self) -> list[str]:
-        """Return lines with the late output that no cell could show, and forget that output.
-
-        Ranks with equal output share a line.
-        """
-        outputs = [*self._without_cell]
-        self._without_cell.clear()
-        return late_texts(outputs)
-
-    def _cell_of(self, rank: int, output: Output) -> Transcript | None:
-        for transcript, display in reversed(self._cells):
-            if rank not in transcript.by_rank or display is None:
-                continue
-            if not isinstance(output, DisplayUpdate) or transcript[rank].has_display(
-                output.display_id
-            ):
-                return transcript
-        return None
-
-
-def late_texts(outputs: Iterable[tuple[int, Output]]) -> list[str]:
-    """Return a line for each different output: `ranks 0-1 printed after their last cell: bye`."""
-    text_by_rank: dict[int, str] = {}
-    for rank, output in outputs:
-        text_by_rank[rank] = text_by_rank.get(rank, "") + _text_of(output)
-    lines = {rank: map(str.strip, strip(text).splitlines()) for rank, text in text_by_rank.items()}
-    same = fold_ranks({rank: " / ".join(filter(None, parts)) for rank, parts in lines.items()})
-    texts: list[str] = []
-    for text, ranks in same.items():
-        if text:
-            whose = "its" if len(ranks) == 1 else "their"
-            more = len(text) - MAX_LATE_LENGTH
-            shown = text if more <= 0 else f"{text[:MAX_LATE_LENGTH]} … {more:,} more characters"
-            texts.append(f"{name_ranks(ranks)} printed after {whose} last cell: {shown}")
-    return texts
-
-
-def _text_of(output: Output) -> str:
-    match output:
-        case Text(text=text):
-            return text
-        case Display(data=data):
-            return f"{plain_of(data)}\n"
-        case Failure():
-            return f"{traceback_text(output)}\n"
-    return ""
 
 
 def is_in_subshell(shell: InteractiveShell) -> bool:

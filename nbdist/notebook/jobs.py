@@ -1,8 +1,8 @@
-"""The class `Job`, whose objects stand for cells that were sent with `--no-wait`.
+"""Jobs: `Job` stands for a cell that was sent with `--no-wait`, and `PoolJobs` has a pool's jobs.
 
 Runs in the notebook's process, on IPython's main thread.  A job makes progress in steps.  Between
-cells the event loop runs the steps (`Pool.run_job_steps`).  In a plain cell, methods such as
-`Job.wait` run them.  During another distributed cell, the loop that follows that cell runs them.
+cells the event loop runs the steps (`PoolJobs.step_between_cells`).  In a plain cell, methods such
+as `Job.wait` run them.  During another distributed cell, the loop that follows that cell runs them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeAlias
 
@@ -28,15 +28,26 @@ from nbdist.errors import (
     NbdistError,
     WorkerError,
 )
-from nbdist.notebook.cell_text import request_of
+from nbdist.notebook.cell_text import is_attended, request_of
 from nbdist.notebook.display import CellDisplay
-from nbdist.notebook.idle import Stops, delay_stops, is_main_thread, raise_stops
+from nbdist.notebook.idle import (
+    IdleStop,
+    IdleWatch,
+    Stops,
+    delay_stops,
+    is_in_subshell,
+    is_main_thread,
+    raise_stops,
+)
+from nbdist.notebook.late_output import LateOutput
 from nbdist.output.wording import ranks_text, seconds_text
 from nbdist.words import one_line
+from nbdist.world import inbox
 from nbdist.world.recovery import CELL_TICK
 from nbdist.world.result import CellResult, raised
 from nbdist.world.task_run import TaskRun
 from nbdist.world.wait_texts import activity_text, waiting_text
+from nbdist.world.world import World
 
 log = logging.getLogger("nbdist.notebook")
 
@@ -427,3 +438,154 @@ class CellPlace:
             sys.stdout.flush()
         finally:
             self._shell.set_parent(before)
+
+
+# --- all jobs of a pool -------------------------------------------------------------------------
+
+GROUP_IS_BROKEN = "All ranks must be free, so that they can form their process group again."
+
+
+class PoolJobs:
+    """The jobs of a pool: lets them make progress, and lets tasks wait for jobs on their ranks.
+
+    Each `Pool` owns a `PoolJobs`.  The loop that follows another cell calls `step_beside_cell`, the
+    event loop calls `step_between_cells`, and `Pools` calls `show_output` at the end of each cell.
+    """
+
+    def __init__(
+        self,
+        late: LateOutput,
+        idle: IdleWatch,
+        idle_stop: IdleStop,
+        make_display: Callable[[], CellDisplay],
+        *,
+        shell: InteractiveShell,
+        find_world: Callable[[], World | None],
+    ) -> None:
+        """Belong to the pool that has these objects.
+
+        `idle` calls a function of the pool between cells, and `idle_stop` handles Stop there.
+        `make_display` returns a display below the notebook cell that runs now.  `find_world`
+        returns the pool's present world, or None if the pool has no world.
+        """
+        self._late = late
+        self._idle = idle
+        self._idle_stop = idle_stop
+        self._make_display = make_display
+        self._shell = shell
+        self._find_world = find_world
+        self._jobs: list[Job] = []  # in the order in which they were sent
+        self._is_stepping = False
+
+    def __repr__(self) -> str:
+        return f"<PoolJobs {self._jobs}>"
+
+    @property
+    def running(self) -> list[Job]:
+        """The cells in the background that have not ended; no two of them share a rank."""
+        return [job for job in self._jobs if not job.has_ended]
+
+    def begin(self, job: Job) -> None:
+        """Let the event loop run steps of this job between cells, from now on.
+
+        Stop between cells then interrupts the job.
+        """
+        self._jobs.append(job)
+        job.step_others = self.step_beside_cell
+        self._idle.update()
+
+    def pop_failure_notes(self) -> list[str]:
+        """Forget the jobs that have ended; return a line for each failure that no user has seen."""
+        ended, self._jobs = [job for job in self._jobs if job.has_ended], self.running
+        return [note for job in ended if (note := job.pop_failure_note())]
+
+    # --- waiting for jobs ---------------------------------------------------------------------
+
+    def wait(self, display: CellDisplay, ranks: Collection[int] | None = None) -> None:
+        """Wait until no job runs on `ranks`, by default on any rank.
+
+        If the process group must be formed again, waits for all jobs.  Stop ends only the waiting,
+        not the jobs.
+        """
+        while (job := self._job_before(ranks)) is not None:
+            is_apart = ranks is not None and {*job.ranks}.isdisjoint(ranks)
+            job.wait_with_status(display, f"{GROUP_IS_BROKEN} " if is_apart else "")
+
+    def _job_before(self, ranks: Collection[int] | None) -> Job | None:
+        """Return a job that must end before a task on `ranks` can be sent; None if there is none.
+
+        `ranks` is None for all ranks.  If the process group is broken, each job must end first:
+        only idle ranks can form the group again.
+        """
+        if (world := self._find_world()) is not None:
+            inbox.receive_waiting(world.engine)
+            if world.engine.is_broken:
+                ranks = None
+        for job in self.running:
+            if ranks is None or not {*job.ranks}.isdisjoint(ranks):
+                return job
+        return None
+
+    def wait_until_free(self, ranks: Collection[int]) -> None:
+        """Wait for jobs on these ranks before a task is sent there (`dispatch.submit`)."""
+        # The step of a job can send a task.  A wait in that step would never end, because the job
+        # makes no progress until the step returns.
+        if not self.running or any(job.is_stepping for job in self._jobs):
+            return
+        display = self._make_display()
+        try:
+            self.wait(display, ranks)
+        finally:
+            display.close()
+
+    # --- progress and end ---------------------------------------------------------------------
+
+    def step_beside_cell(self) -> None:
+        """Show the new output of all jobs, while another cell runs or waits for a job."""
+        if self._is_stepping or not self._jobs:
+            return
+        self._is_stepping = True
+        # Widgets of a job are new displays, which belong below the job's cell.  Programs that run
+        # notebooks drop output for other cells than the running one.
+        in_its_cell = is_attended(self._shell)
+        try:
+            for job in self.running:
+                job.step(in_its_cell=in_its_cell)
+        finally:
+            self._is_stepping = False
+
+    def step_between_cells(self) -> None:
+        """Run a step of each job between cells, and let Stop interrupt jobs while no cell runs.
+
+        Once no job runs, Stop has no effect between cells again.
+        """
+        if self.running and self._idle.loop is not None:
+            self._idle_stop.update(self._idle.loop)
+            for job in self.running:
+                job.step(in_its_cell=True)
+        if not self.running:
+            self._idle_stop.update()
+
+    def show_output(self) -> None:
+        """Show the jobs' new output; called at the end of each notebook cell."""
+        if is_in_subshell(self._shell):  # on another thread; only the main thread may run jobs
+            return
+        for job in self._jobs:
+            job.step()
+            if job.has_ended and job.pop_drawn_between():
+                # Redraw the job's panel now, during a cell: nbclient, which runs notebooks as a
+                # program, has ignored the updates that came between cells.
+                self._late.redraw(job.task_run.transcript)
+
+    def interrupt(self) -> None:
+        """Interrupt all jobs, as Stop does between cells."""
+        for job in self.running:
+            job.task_run.stop.presses += 1
+        self.step_between_cells()
+
+    def end_as_lost(self, why: str) -> None:
+        """End all jobs with JobLost: their workers have ended, as `why` says."""
+        for job in self._jobs:
+            job.end_as_lost(why)
+        if self._jobs:
+            self._idle_stop.update()

@@ -44,7 +44,7 @@ def output(until: float, pool: str, number: int, ranks: str) -> None:
     """
 
     def show(_: Any, target: Pool) -> None:
-        past = target.past_cells.past(target.last.transcript) if target.last else []
+        past = target.late.cells.past(target.last.transcript) if target.last else []
         if not -len(past) <= number < 0:
             raise UsageError(f"the output of {count(len(past), 'cell')} is kept; -1 is the last")
         transcript = past[number]

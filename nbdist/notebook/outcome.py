@@ -1,7 +1,7 @@
 """The result of a cell: its last value on each rank, and the text of `%dist_why` on a failure.
 
-Runs in the notebook's process.  `cells.py` makes the values, and `Pool` keeps the last failure and
-the `Routine` of snapshots.
+Runs in the notebook's process.  `cells.py` makes the values, and `Pool` owns the `Failures` of its
+ranks and the `Routine` of snapshots.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from IPython.lib.pretty import RepresentationPrinter
 
 from nbdist.errors import AgentLost, NbdistError, StartError, ValueLost, WorkerError
-from nbdist.notebook.display import CommandOutput
+from nbdist.notebook.display import CellDisplay, CommandOutput
 from nbdist.output.ansi import strip
-from nbdist.output.events import Died
+from nbdist.output.events import Died, RankError
 from nbdist.output.html_parts import LINES, RED, barred, bold, dim, line, panel, traceback_html
 from nbdist.output.screen import ScreenLine
 from nbdist.output.transcript import later_errors_text
@@ -29,7 +29,10 @@ from nbdist.wire.work import OpCall, Task
 from nbdist.words import one_line, size_text
 from nbdist.world.engine import Engine
 from nbdist.world.name_table import list_names
+from nbdist.world.outcome_texts import healing_text
 from nbdist.world.snapshot_store import Snapshot
+from nbdist.world.states import Machines
+from nbdist.world.task_error import error_of
 from nbdist.world.task_run import TaskRun
 
 FetchValues = Callable[[tuple[int, ...]], Mapping[int, Any]]  # fetches last values of these ranks
@@ -148,10 +151,77 @@ def _fetch_values(
         engine.connection.release_lent_values(running.task, packed)
 
 
-# --- the last failure -----------------------------------------------------------------------------
+# --- the last failures ----------------------------------------------------------------------------
 
 TRACEBACK_LINES, MAX_TRACEBACK_WIDTH = 1000, 2000
 SHOWN_LAST_LINES = 20
+
+
+class Failures:
+    """The newest failures of a pool's ranks, for `%dist_why` and `%dist_debug`.
+
+    Each `Pool` owns a `Failures`.  `cells.py` records the failures of cells.  Commands and the
+    pool's `Healer` let it record and show the deaths outside of cells.
+    """
+
+    def __init__(self, routine: Routine) -> None:
+        """`routine` has the newest snapshot, which notes on deaths tell the user to restore."""
+        self.last: Why | None = None  # the last failure
+        # The newest failed cell: when its failure was found, the rank that failed first, its error.
+        self.first_error: tuple[float, int, RankError] | None = None
+        self._routine = routine
+
+    def __repr__(self) -> str:
+        return f"<Failures {self.last.title if self.last else 'none'}>"
+
+    def record_first_error(self, rank: int, error: RankError) -> None:
+        """Record that a cell has failed now, and which rank failed first with which error."""
+        self.first_error = time.monotonic(), rank, error
+
+    def record_cell(self, engine: Engine, running: TaskRun) -> None:
+        """Record why a cell failed, if ranks failed or the agent was lost."""
+        if error := error_of(running):
+            self.last = failure_of(running, error, engine.rank_table.log_files) or self.last
+
+    def record_start(self, error: StartError) -> None:
+        """Record why workers could not start."""
+        self.last = failure_of_start(error)
+
+    def note_deaths(
+        self,
+        engine: Engine,
+        display: CellDisplay,
+        machines: Machines,
+        dead: Mapping[int, Died] = {},
+    ) -> None:
+        """Add notes to the display that say which ranks died outside of a cell and were replaced.
+
+        `dead` has the ranks that the caller has replaced.  Ranks that other code has replaced since
+        the last call are added (`RankTable.pop_replaced`).  `machines` are the machines on which
+        the ranks ran before they died.
+        """
+        dead = {**dead, **engine.rank_table.pop_replaced()}
+        self.note_ends(engine, display, machines, dead)
+        if dead:
+            display.add_note(healing_text(engine, dead).rstrip("."))
+            if self._routine.hint:
+                display.add_note(self._routine.hint)
+
+    def note_ends(
+        self, engine: Engine, display: CellDisplay, machines: Machines, dead: Mapping[int, Died]
+    ) -> None:
+        """Show how ranks died outside of a cell, and keep the last of the deaths for `%dist_why`.
+
+        `dead` has the deaths by rank, and `machines` the name of the machine of each rank.  A line
+        is shown for each death in `display`, but not for deaths by a requested restart, or for
+        deaths that a cell has reported.
+        """
+        table = engine.rank_table
+        for rank, died in dead.items():
+            if not (died.by_restart or died.pid in table.told_deaths):
+                log = table.log_files.get(rank, "")
+                self.last = death_of(rank, machines.name(rank), died, log)
+                display.add_note(f"rank {rank} {idle_end(died)}")
 
 
 @dataclass(frozen=True, slots=True)

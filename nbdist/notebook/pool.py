@@ -16,7 +16,7 @@ from typing import Any
 from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
 from nbdist.config import DEFAULT_POOL, LOCAL, WorldConfig
-from nbdist.errors import ForkedProcess, Interrupted, NbdistError, StartError, UsageError
+from nbdist.errors import ForkedProcess, Interrupted, StartError, UsageError
 from nbdist.notebook.cell_text import AUTO_NOTE, AutoMode, is_attended
 from nbdist.notebook.debugger import CellDebugger
 from nbdist.notebook.display import CellDisplay, has_panels, make_display
@@ -27,36 +27,34 @@ from nbdist.notebook.free_names import (
     names_certainly_bound,
     names_used,
 )
-from nbdist.notebook.idle import FinishedCells, IdleStop, IdleWatch, is_in_subshell
-from nbdist.notebook.jobs import Job
+from nbdist.notebook.healer import Healer
+from nbdist.notebook.idle import IdleStop, IdleWatch, is_in_subshell
+from nbdist.notebook.jobs import PoolJobs
+from nbdist.notebook.late_output import LateOutput
 from nbdist.notebook.options import NbDist, check_same, typed_options
-from nbdist.notebook.outcome import Routine, Why, death_of, failure_of_start, idle_end
+from nbdist.notebook.outcome import Failures, Routine
 from nbdist.notebook.pages import Pages
-from nbdist.notebook.rich_output import WidgetRelay
-from nbdist.output.events import Died, RankError
 from nbdist.topology import parse_ranks
-from nbdist.words import count, name_ranks, one_line
-from nbdist.world import dispatch, inbox, lifecycle, restarts
+from nbdist.words import count
+from nbdist.world import lifecycle, restarts
 from nbdist.world.agent_link import Link
-from nbdist.world.engine import NotebookHooks
+from nbdist.world.engine import Engine, NotebookHooks
 from nbdist.world.name_table import list_names
-from nbdist.world.outcome_texts import healing_text, scaled_text
 from nbdist.world.recovery import record_changes
 from nbdist.world.snapshot_store import SnapshotStore, owner_of, root_folder
 from nbdist.world.spec import default_log_dir
-from nbdist.world.states import Machines, WorldState, size_text
-from nbdist.world.task_error import not_stopped
+from nbdist.world.states import WorldState
 from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
 
-GROUP_IS_BROKEN = "All ranks must be free, so that they can form their process group again."
 KEPT_BY_RESTART = "kept for `%dist_restart` as the next command that starts workers"
 
 
 class Pool:
-    """A pool, with the world in which its cells run, its past cells, and its jobs.
+    """A pool, with the world in which its cells run: starts, restarts and ends the workers.
 
-    Only IPython's main thread starts, heals and ends the workers.
+    The pool owns a `PoolJobs`, a `LateOutput`, a `Failures` and a `Healer`.  Callers talk to these
+    objects.  Only IPython's main thread starts, heals and ends the workers.
     """
 
     def __init__(self, pools: Pools, name: str) -> None:
@@ -67,23 +65,29 @@ class Pool:
         self.name = name
         self.world: World | None = None
         self.last: TaskRun | None = None  # the newest cell, also while it runs
-        self.past_cells = FinishedCells()
-        self.last_failure: Why | None = None  # the last failure, for `%dist_why`
-        # The newest failed cell: when its failure was found, the rank that failed first, its error.
-        self.failed: tuple[float, int, RankError] | None = None
-        self.routine = Routine()
         self.request: dict[str, Any] = {}  # the Jupyter message of the last distributed cell
-        self.shown_size = 0  # the number of workers that the user was last told
         self._displayed_in = 0  # the length of IPython's history at the last call of `display`
         # The link to the agent that `%load_ext` has started, until a world takes it over.
         self.prestarted: Link | None = None
-        self._widgets: WidgetRelay | None = None
-        self._idle = IdleWatch(self._notice, self._is_active)
-        self._jobs: list[Job] = []  # the jobs, in the order in which they were sent
-        self._is_stepping_jobs = False
+        self.routine = Routine()
+        self.failures = Failures(self.routine)
+        self._idle = IdleWatch(self._notice, lambda: self.healer.is_active)
+        self.late = LateOutput(self.shell, self._find_world)
+        self.jobs = PoolJobs(
+            self.late,
+            self._idle,
+            pools.idle_stop,
+            self.display,
+            shell=self.shell,
+            find_world=self._find_world,
+        )
+        self.healer = Healer(self.jobs, self.late, self.failures, self.display, self._find_world)
 
     def __repr__(self) -> str:
         return f"<Pool {self.name} {self.world}>"
+
+    def _find_world(self) -> World | None:
+        return self.world
 
     @property
     def debugger(self) -> CellDebugger | None:
@@ -98,26 +102,11 @@ class Pool:
         return self.world is not None and self.world.state.has_workers
 
     @property
-    def headline(self) -> str:
-        """A line such as `4 workers on node01 · gloo · ready`, or how to start workers.
-
-        The line ends with the `--name` of the world if it has one, and has `8 workers as 2x4` if
-        there are several nodes.
-        """
-        world = self.world
-        if world is None or not world.state.has_workers:
-            return "no workers are running · `%%distributed -n 4` or `%dist_init -n 4` starts them"
-        table, workers = world.engine.rank_table, count(world.size, "worker")
-        shape = "" if table.layout.startswith("1x") else f" as {table.layout}"
-        parts = [f"{self._title}{workers}{shape} on {table.machines}", table.backend]
-        return " · ".join(filter(None, [*parts, world.state.value, world.engine.config.name]))
-
-    @property
     def ready_text(self) -> str:
         """A line such as `4 workers ready · gloo`, after the pool's name if the pool is named."""
         assert self.world is not None
         workers = count(self.world.size, "worker")
-        return f"{self._title}{workers} ready · {self.world.engine.rank_table.backend}"
+        return f"{self.title}{workers} ready · {self.world.engine.rank_table.backend}"
 
     @property
     def own_name(self) -> str:
@@ -125,7 +114,8 @@ class Pool:
         return "" if self.name == DEFAULT_POOL else self.name
 
     @property
-    def _title(self) -> str:
+    def title(self) -> str:
+        """The start of lines about the pool: `pool trainer · `; "" for the default pool."""
         return f"pool {self.own_name} · " if self.own_name else ""
 
     @property
@@ -134,19 +124,6 @@ class Pool:
         if self.world is not None:
             return self.world.snapshot_store
         return SnapshotStore(root_folder(default_log_dir()), owner_of(self.name))
-
-    def log_files(self) -> dict[int, str]:
-        """Return by rank the path of the rank's log file, without ranks that have no log file.
-
-        In a world with other machines, the path begins with the machine's name: `node1:/...`.
-        """
-        if self.world is None:
-            return {}
-        table = self.world.engine.rank_table
-        logs = {rank: f"{folder}/stdout.log" for rank, folder in table.logs.items() if folder}
-        if not table.is_elsewhere:
-            return logs
-        return {rank: f"{table.machines.name(rank)}:{file}" for rank, file in logs.items()}
 
     def display(self, *, is_quiet: bool = False) -> CellDisplay:
         """Make a display for output of this pool below the notebook cell that runs now."""
@@ -169,7 +146,7 @@ class Pool:
         *,
         for_training: bool = False,
     ) -> World:
-        """Return the pool's world, ready for a cell (`heal_world`); start a world if there is none.
+        """Return the pool's world, ready for a cell (`Healer`); start a world if there is none.
 
         `options` are the options of the magic, with which a new world is started.  First waits
         until no job and no stopped cell runs on the ranks of `-r`, by default on any rank.  With
@@ -179,9 +156,9 @@ class Pool:
             UsageError: the running world has other options.
         """
         on, ranks = None, getattr(options, "ranks", None)  # not every magic has `-r`
-        if ranks and self.world is not None and self._is_active():
+        if ranks and self.world is not None and self.healer.is_active:
             on = parse_ranks(ranks, self.world.size)
-        if (world := self.heal_world(display, on)) is not None:
+        if (world := self.healer.make_ready(display, on)) is not None:
             check_same(world, options)
             engine = world.engine
             if options.on_failure:
@@ -195,66 +172,6 @@ class Pool:
         table.spec = replace(table.spec, for_training=for_training)
         self._start(world, display)
         return world
-
-    def heal_world(
-        self, display: CellDisplay, ranks: Collection[int] | None = None
-    ) -> World | None:
-        """Return the world, ready for a cell on `ranks`, or None if there are no workers.
-
-        Waits for jobs on `ranks`, by default on any rank, and for ranks that still run a cell that
-        the user has stopped.  Then replaces dead workers.  Notes on the display name the ranks that
-        have died since the last cell.
-        """
-        self.wait_for_jobs(display, ranks)
-        ended, self._jobs = [each for each in self._jobs if each.has_ended], self.jobs
-        for failure in filter(None, (job.pop_failure_note() for job in ended)):
-            display.add_note(failure)
-        if self.world is not None:
-            _complete_shutdown(self.world)
-            self._wait_for_stop(self.world, display, ranks)
-            self._heal_between_cells(self.world, display)
-        self.past_cells.finish_lines()
-        self.show_late()
-        for text in self.past_cells.pop_texts():
-            display.add_note(text)
-        if self.world is None or self.world.state is WorldState.STOPPED:
-            return None
-        before, self.shown_size = self.shown_size, self.world.size
-        moved = self.world.engine.rank_table.pop_renumbering()
-        if before != self.shown_size or moved:
-            display.add_note(size_text(self.shown_size, moved))
-        return self.world
-
-    def _wait_for_stop(
-        self, world: World, display: CellDisplay, among: Collection[int] | None
-    ) -> None:
-        """Wait for ranks that still run a cell although Stop has ended it in the notebook.
-
-        With `among`, waits only if one of these ranks has to leave that cell, or if the process
-        group is broken.  Output that comes during the wait is shown under the stopped cell by the
-        next `show_late`.  Raises RanksNotStopped if ranks have not left the cell in time, and
-        Interrupted if the user presses Stop during the wait.
-        """
-        if (running := dispatch.stopped_run(world.engine, among)) is None:
-            return
-
-        def show_wait() -> None:
-            ranks = name_ranks(running.unfinished)
-            display.show_status(f"waiting for {ranks} to leave the stopped cell …")
-
-        try:
-            damage = dispatch.wait_for_stop(world.engine, among, show_wait)
-        except KeyboardInterrupt:
-            verb = "was" if len(running.unfinished) == 1 else "were"
-            again = f"{name_ranks(running.unfinished)} {verb} interrupted again"
-            raise Interrupted((), f"this cell has not run; {again}") from None
-        if running.unfinished:  # raise here: `dispatch.submit` would first wait once more
-            raise not_stopped(running)
-        self.past_cells.add_to_display(running.transcript, running.pop_outputs())
-        if damage:
-            display.add_note(f"the stopped cell: {damage}")
-            running.transcript.warn(damage)
-        self.past_cells.mark_changed(running.transcript)
 
     def attach(self, world: World) -> None:
         """Take over a world that already runs, and close the agent that `%load_ext` has started."""
@@ -280,15 +197,15 @@ class Pool:
         try:
             kept_names = restarts.restart(world.engine, keep=keep, **changes)
         except StartError as error:
-            self.last_failure = failure_of_start(error)
+            self.failures.record_start(error)
             raise
         finally:  # also after an error, because the old workers may have ended by then
             if not world.state.has_workers:
-                self._end_lost_jobs("its workers were ended")
+                self.jobs.end_as_lost("its workers were ended")
                 if kept := world.engine.kept.names:
                     display.add_note(f"{list_names(kept)}: {KEPT_BY_RESTART}")
             elif world.engine.names is not names:
-                self._end_lost_jobs("its workers were restarted")
+                self.jobs.end_as_lost("its workers were restarted")
                 self._use_world(world)
         warning = world.engine.start_notes.warning if changes else ""
         for text in filter(None, (warning, world.engine.start_notes.folder_note)):
@@ -298,9 +215,7 @@ class Pool:
     def shutdown(self) -> str:
         """End the workers and the agent; return a line on the result, or "" without workers."""
         had_workers = self.has_workers
-        if self.world is not None and (widgets := self.world.engine.outputs.widgets) is not None:
-            widgets.end()
-            self.show_late()
+        self.late.end_widgets()
         self._end("its workers were shut down")
         problem = lifecycle.shutdown(self.world.engine) if self.world is not None else ""
         # Forget the world only after `lifecycle.shutdown`: if Stop interrupts the wait for the
@@ -320,10 +235,8 @@ class Pool:
                 link.detach() if stays else link.close()
 
     def _end(self, why: str) -> None:
-        self._end_lost_jobs(why)
-        if self._widgets is not None:
-            self._widgets.close()
-            self._widgets = None
+        self.jobs.end_as_lost(why)
+        self.late.close()
         self._idle.stop()
         self._close_prestarted()
 
@@ -352,7 +265,7 @@ class Pool:
         except KeyboardInterrupt:
             raise Interrupted(()) from None
         except StartError as error:
-            self.last_failure = failure_of_start(error)
+            self.failures.record_start(error)
             raise
         notes = world.engine.start_notes
         for text in (*notes.missing, notes.folder_note):
@@ -362,55 +275,16 @@ class Pool:
 
     def _use_world(self, world: World) -> None:
         if self.world is world:
-            self.show_late()  # mark lost widgets in past cells before `forget` drops their displays
-        self.world, self.shown_size = world, world.size
-        world.engine.hooks = NotebookHooks(self._wait_until_free, self.step_jobs)
+            self.late.show()  # mark lost widgets in past cells before `forget` drops their displays
+        self.world, self.healer.shown_size = world, world.size
+        jobs = self.jobs
+        world.engine.hooks = NotebookHooks(jobs.wait_until_free, jobs.step_beside_cell)
         is_page = hasattr(self.shell, "kernel") and has_panels(self.shell, self._pools.settings)
         world.engine.outputs.shows_widgets = is_page
-        self.past_cells.forget()
+        self.late.cells.forget()
         self._watch_while_idle()
 
-    def note_other_values(self, read: Collection[str]) -> None:
-        """Tell the user if a plain cell has read a variable that has another value on ranks.
-
-        `read` are the names that the cell used.  Each variable is named once.  Does nothing while
-        the workers are busy.
-        """
-        names, engine = self.world.engine.names, self.world.engine  # type: ignore[union-attr]
-        notebook_names = [n for n in read if n in self.shell.user_ns and n not in self.gathered]
-        shared = [
-            name for name in notebook_names if names.record(name) or names.ranks_that_assigned(name)
-        ]
-        is_busy = not engine.task_table.is_idle or bool(self.jobs)
-        if not shared or is_busy or engine.state is not WorldState.READY:
-            return
-        if names.objects.have_run and any(map(names.record, shared)):
-            with suppress(KeyboardInterrupt):  # the cell has ended, so Stop ends only this check
-                record_changes(engine, engine.rank_table.everyone)
-        for name in shared:
-            is_other = bool(names.ranks_that_assigned(name)) or names.is_changed(name)
-            if is_other and names.is_first_notice(f"{name} here"):
-                self.display().show_text(
-                    f"this is the notebook's `{name}`; the ranks have another: "
-                    f"`%dist_gather {name} --as {name}_ranks` brings theirs"
-                )
-
     # --- while no cell runs ---------------------------------------------------------------
-
-    def bind_gathered(
-        self, values: Mapping[str, Any], rank_names: Sequence[str], ranks: Collection[int]
-    ) -> None:
-        """Bind values in the notebook that were gathered from `ranks`.
-
-        `values` has the values by name.  Later cells do not send these values to the ranks.
-        `rank_names` are the names that `ranks` also use for these variables.  From now on these
-        names belong to the ranks.
-        """
-        self.shell.user_ns.update(values)
-        self.gathered.add(values)
-        if self.world is not None:
-            for name in values:
-                self.world.engine.names.record_gathered(name, ranks if name in rank_names else ())
 
     def watch_prompt(self) -> None:
         """Watch the workers while a terminal's prompt is open.
@@ -424,233 +298,17 @@ class Pool:
         world = self.world if self.has_workers else None
         self._idle.follow(world.engine.connection.link if world else None)
 
-    def show_widgets(self) -> None:
-        """Pass the new messages of the ranks' widgets to the page, and mark lost widgets."""
-        if self.world is None or (widgets := self.world.engine.outputs.widgets) is None:
-            return
-        if self._widgets is None or self._widgets.widgets is not widgets:
-            if self._widgets is not None:
-                self._widgets.close()
-            self._widgets = WidgetRelay(self.shell, widgets, self.world.engine)
-        self._widgets.show()
-        if widgets.ended_widgets:
-            lost, widgets.ended_widgets = widgets.ended_widgets, {}
-            self.past_cells.lose_widgets(lost)
-
-    def show_late(self, *, at_once: bool = True, running: CellDisplay | None = None) -> None:
-        """Add late output to the cells that it belongs to, and update widgets.
-
-        `running` is the display of the cell that runs now.  Before the late output of other cells
-        is shown, this display is paused: in a terminal it removes its progress bar, because the
-        late lines are printed at the same place.
-        """
-        if self.world is not None:
-            self.show_widgets()
-            self.past_cells.receive(self.world.engine.outputs.pop_late())
-            if running is not None and self.past_cells.has_changes:
-                running.pause()
-            self.past_cells.show(self.log_files(), at_once=at_once)
-
     def _notice(self) -> None:
-        self.run_job_steps()
+        self.jobs.step_between_cells()
         # Programs that run notebooks drop output between cells: the next cell shows the output.
         if is_attended(self.shell):
-            self.show_news()
-
-    def _is_active(self) -> bool:
-        """Return True while a job runs, or while ranks still run a cell that was stopped."""
-        return bool(self.jobs) or bool(self._stopped and self._stopped.unfinished)
-
-    @property
-    def _stopped(self) -> TaskRun | None:
-        """The cell that Stop has ended in the notebook although ranks still ran it.
-
-        None if there is no such cell.
-        """
-        return dispatch.stopped_run(self.world.engine) if self.world else None
+            self.healer.show_news()
 
     def end_cell(self, running: TaskRun, display: CellDisplay) -> None:
         """Record a cell that has ended, so that later output of its ranks is added to it."""
-        self.past_cells.add(running.transcript, display)
-        self.show_late()
+        self.late.cells.add(running.transcript, display)
+        self.late.show()
         self._idle.update()
-
-    def show_news(self) -> None:
-        """Replace workers that have died since the last cell; show their deaths and late output.
-
-        While ranks still run a cell that the user has stopped, only redraws that cell.
-        """
-        world = self.world
-        if world is not None and (stopped := self._stopped) is not None:
-            inbox.receive_waiting(world.engine)
-            self.past_cells.add_to_display(stopped.transcript, stopped.pop_outputs())
-            self.past_cells.update(stopped.transcript)
-            self.past_cells.show(self.log_files(), at_once=not stopped.unfinished)
-        elif world is not None and world.engine.task_table.is_idle and world.state.has_workers:
-            display = self.display()
-            self._heal_between_cells(world, display)
-            self.show_late()
-            for text in () if display.can_change else self.past_cells.pop_texts():
-                display.add_note(text)
-            if world.engine.connection.lost is not None:
-                display.add_note(str(world.engine.connection.lost))
-
-    def _heal_between_cells(self, world: World, display: CellDisplay) -> None:
-        """Replace workers that died while no cell ran, and start workers on machines that joined.
-
-        Notes on the display say which ranks died and which machines joined.
-        """
-        inbox.receive_waiting(world.engine)
-        if not world.engine.task_table.is_idle:
-            return
-        table = world.engine.rank_table
-        machines, dead = table.machines, dict(table.dead)
-        joined = list_names(table.joined)
-        problem, kept = "", list_names(world.engine.kept.names)
-        try:
-            dispatch.make_whole(world.engine)
-        except NbdistError as error:
-            problem = f"{kept} could not be given back: {one_line(str(error))}"
-        if joined and not table.joined:
-            display.add_note(f"{joined} came · {scaled_text(world.engine)}")
-            self.shown_size = world.size
-        dead = {rank: died for rank, died in dead.items() if rank not in table.dead}
-        self.note_deaths(world, display, machines, dead)
-        if problem:
-            display.add_note(problem)
-
-    def note_deaths(
-        self, world: World, display: CellDisplay, machines: Machines, dead: Mapping[int, Died] = {}
-    ) -> None:
-        """Add notes to the display that say which ranks died outside of a cell and were replaced.
-
-        `dead` has the ranks that the caller has replaced.  Ranks that other code has replaced since
-        the last call are added (`RankTable.pop_replaced`).  `machines` are the machines on which
-        the ranks ran before they died.
-        """
-        dead = {**dead, **world.engine.rank_table.pop_replaced()}
-        self.note_ends(dead, machines, display)
-        if dead:
-            display.add_note(healing_text(world.engine, dead).rstrip("."))
-            if self.routine.hint:
-                display.add_note(self.routine.hint)
-
-    def note_ends(self, dead: Mapping[int, Died], machines: Machines, display: CellDisplay) -> None:
-        """Show how ranks died outside of a cell, and keep the last of the deaths for `%dist_why`.
-
-        `dead` has the deaths by rank, and `machines` the name of the machine of each rank.  A line
-        is shown for each death in `display`, but not for deaths by a requested restart, or for
-        deaths that a cell has reported.
-        """
-        told = self.world.engine.rank_table.told_deaths if self.world is not None else set()
-        for rank, died in dead.items():
-            if not (died.by_restart or died.pid in told):
-                log = self.log_files().get(rank, "")
-                self.last_failure = death_of(rank, machines.name(rank), died, log)
-                display.add_note(f"rank {rank} {idle_end(died)}")
-
-    # --- cells that were sent with `--no-wait` --------------------------------------------
-
-    @property
-    def jobs(self) -> list[Job]:
-        """The cells in the background that have not ended; no two of them share a rank."""
-        return [job for job in self._jobs if not job.has_ended]
-
-    def begin_job(self, job: Job) -> None:
-        """Let the event loop run steps of this job between cells, from now on.
-
-        Stop between cells then interrupts the job.
-        """
-        self._jobs.append(job)
-        job.step_others = self.step_jobs
-        self._idle.update()
-
-    def wait_for_jobs(self, display: CellDisplay, ranks: Collection[int] | None = None) -> None:
-        """Wait until no job runs on `ranks`, by default on any rank.
-
-        If the process group must be formed again, waits for all jobs.  Stop ends only the waiting,
-        not the jobs.
-        """
-        while (job := self._job_before(ranks)) is not None:
-            is_apart = ranks is not None and {*job.ranks}.isdisjoint(ranks)
-            job.wait_with_status(display, f"{GROUP_IS_BROKEN} " if is_apart else "")
-
-    def _job_before(self, ranks: Collection[int] | None) -> Job | None:
-        """Return a job that must end before a task on `ranks` can be sent; None if there is none.
-
-        `ranks` is None for all ranks.  If the process group is broken, each job must end first:
-        only idle ranks can form the group again.
-        """
-        if self.world is not None:
-            inbox.receive_waiting(self.world.engine)
-            if self.world.engine.is_broken:
-                ranks = None
-        for job in self.jobs:
-            if ranks is None or not {*job.ranks}.isdisjoint(ranks):
-                return job
-        return None
-
-    def _wait_until_free(self, ranks: Collection[int]) -> None:
-        """Wait for jobs on these ranks before a task is sent there (`dispatch.submit`)."""
-        # The step of a job can send a task.  A wait in that step would never end, because the job
-        # makes no progress until the step returns.
-        if not self.jobs or any(job.is_stepping for job in self._jobs):
-            return
-        display = self.display()
-        try:
-            self.wait_for_jobs(display, ranks)
-        finally:
-            display.close()
-
-    def step_jobs(self) -> None:
-        """Show the new output of all jobs, while another cell runs or waits for a job."""
-        if self._is_stepping_jobs or not self._jobs:
-            return
-        self._is_stepping_jobs = True
-        # Widgets of a job are new displays, which belong below the job's cell.  Programs that run
-        # notebooks drop output for other cells than the running one.
-        in_its_cell = is_attended(self.shell)
-        try:
-            for job in self.jobs:
-                job.step(in_its_cell=in_its_cell)
-        finally:
-            self._is_stepping_jobs = False
-
-    def show_jobs(self) -> None:
-        """Show the jobs' new output; called at the end of each notebook cell."""
-        if is_in_subshell(self.shell):  # on another thread; only the main thread may run jobs
-            return
-        for job in self._jobs:
-            job.step()
-            if job.has_ended and job.pop_drawn_between():
-                # Redraw the job's panel now, during a cell: nbclient, which runs notebooks as a
-                # program, has ignored the updates that came between cells.
-                self.past_cells.mark_changed(job.task_run.transcript)
-                self.show_late()
-
-    def run_job_steps(self) -> None:
-        """Run a step of each job between cells, and let Stop interrupt jobs while no cell runs.
-
-        Once no job runs, Stop has no effect between cells again.
-        """
-        if self.jobs and self._idle.loop is not None:
-            self._pools.idle_stop.update(self._idle.loop)
-            for job in self.jobs:
-                job.step(in_its_cell=True)
-        if not self.jobs:
-            self._pools.idle_stop.update()
-
-    def _end_lost_jobs(self, why: str) -> None:
-        for job in self._jobs:
-            job.end_as_lost(why)
-        if self._jobs:
-            self._pools.idle_stop.update()
-
-
-def _complete_shutdown(world: World) -> None:
-    """Finish a shutdown if Stop has interrupted the wait for it; do nothing in other states."""
-    if world.state is WorldState.STOPPING:
-        world.shutdown()
 
 
 # --- all pools of a notebook ------------------------------------------------------------------
@@ -664,7 +322,7 @@ class Pools:
         self.shell = shell
         self.settings = settings
         self.auto = AutoMode()
-        self.idle_stop = IdleStop(self._stop_jobs, lambda: any(each.jobs for each in self))
+        self.idle_stop = IdleStop(self._stop_jobs, lambda: any(each.jobs.running for each in self))
         self.gathered = Gathered(shell.user_ns)
         self.pages = Pages(shell)
         self.debugger: CellDebugger | None = None  # set by `nbdist.notebook.extension`
@@ -716,13 +374,13 @@ class Pools:
         return pool.world if pool and pool.has_workers else None
 
     def show_news(self, _info: object) -> None:
-        """Call `Pool.show_news` before each cell, if a program such as papermill runs the notebook.
+        """Call `Healer.show_news` before each cell, if a program runs the notebook (papermill).
 
-        In a notebook with a user, the event loop calls `Pool.show_news` between cells instead.
+        In a notebook with a user, the event loop calls `Healer.show_news` between cells instead.
         """
         if not (is_attended(self.shell) or is_in_subshell(self.shell)):
             for pool in self:
-                pool.show_news()
+                pool.healer.show_news()
 
     def notice_names(self, result: ExecutionResult) -> None:
         """Record the names that a cell has bound in the notebook; IPython calls this after cells.
@@ -731,7 +389,7 @@ class Pools:
         """
         prompt: Any = getattr(self.shell, "pt_app", None)  # only in a terminal
         for pool in self:
-            pool.show_jobs()
+            pool.jobs.show_output()
             if prompt is not None:
                 prompt.app.pre_run_callables.append(pool.watch_prompt)
         cell = getattr(result.info, "raw_cell", None) or ""
@@ -754,7 +412,7 @@ class Pools:
                     surely = names_certainly_bound(python) if python and result.success else ()
                     pool.world.engine.names.record_assigned(assigned, surely)
                 if python and result.success:
-                    pool.note_other_values(names_used(python))
+                    _note_other_values(pool, pool.world.engine, names_used(python))
 
     def do_shutdown(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Tell running cells that the kernel is about to exit, then let the kernel exit.
@@ -774,6 +432,30 @@ class Pools:
 
     def _stop_jobs(self) -> None:
         for pool in self:
-            for job in pool.jobs:
-                job.task_run.stop.presses += 1
-            pool.run_job_steps()
+            pool.jobs.interrupt()
+
+
+def _note_other_values(pool: Pool, engine: Engine, read: Collection[str]) -> None:
+    """Tell the user if a plain cell has read a variable that has another value on ranks.
+
+    `read` are the names that the cell used.  Each variable is named once.  Does nothing while
+    the workers are busy.
+    """
+    names, user_ns = engine.names, pool.shell.user_ns
+    notebook_names = [name for name in read if name in user_ns and name not in pool.gathered]
+    shared = [
+        name for name in notebook_names if names.record(name) or names.ranks_that_assigned(name)
+    ]
+    is_busy = not engine.task_table.is_idle or bool(pool.jobs.running)
+    if not shared or is_busy or engine.state is not WorldState.READY:
+        return
+    if names.objects.have_run and any(map(names.record, shared)):
+        with suppress(KeyboardInterrupt):  # the cell has ended, so Stop ends only this check
+            record_changes(engine, engine.rank_table.everyone)
+    for name in shared:
+        is_other = bool(names.ranks_that_assigned(name)) or names.is_changed(name)
+        if is_other and names.is_first_notice(f"{name} here"):
+            pool.display().show_text(
+                f"this is the notebook's `{name}`; the ranks have another: "
+                f"`%dist_gather {name} --as {name}_ranks` brings theirs"
+            )

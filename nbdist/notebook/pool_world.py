@@ -67,7 +67,7 @@ class PoolWorld(World):
     def _wait_until_free(self, ranks: Collection[int] | None) -> None:
         _check_thread()
         with _display_of(self._pool) as display:
-            self._pool.heal_world(display, ranks)
+            self._pool.healer.make_ready(display, ranks)
 
     def start(self) -> None:
         """Start the workers again if `shutdown` or `%dist_shutdown` has ended them."""
@@ -93,7 +93,7 @@ class PoolWorld(World):
     def scale(self, n: int | str | None = None, *, ranks: RankSelection | None = None) -> None:
         """Change the number of workers; see `World.scale`."""
         super().scale(n, ranks=ranks)
-        self._pool.shown_size = self.size
+        self._pool.healer.shown_size = self.size
 
     def __exit__(self, *_: object) -> None:
         pass

@@ -1,7 +1,7 @@
 """Rich output of ranks outside of panels: figures in files, displays below a panel, and widgets.
 
 Runs in the notebook's process.  `PlainDisplay` saves figures to files, `PanelDisplay` shows
-displays below its panel, and `Pool` owns a `WidgetRelay`.
+displays below its panel, and `LateOutput` owns a `WidgetRelay`.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _show(line: MagicCall, expressions: Sequence[str]) -> None:
     if divergence.differs:
         if divergence.is_of_the_end and ran is not None:  # no rank has warned yet
             ran.transcript.warn(divergence.head())
-            line.display.redraw_ended(ran.transcript, line.pool.log_files())
+            line.display.redraw_ended(ran.transcript, line.busy_world.engine.rank_table.log_files)
         _draw(line, divergence).show_on(display)
     else:
         display.show_text(divergence.agreement())

@@ -74,6 +74,17 @@ class RankTable:
         return f"{slot.nodes}x{slot.local_world_size}"
 
     @property
+    def log_files(self) -> dict[int, str]:
+        """By rank the path of the rank's log file, without ranks that have no log file.
+
+        In a world with other machines, the path begins with the machine's name: `node1:/...`.
+        """
+        logs = {rank: f"{folder}/stdout.log" for rank, folder in self.logs.items() if folder}
+        if not self.is_elsewhere:
+            return logs
+        return {rank: f"{self.machines.name(rank)}:{file}" for rank, file in logs.items()}
+
+    @property
     def everyone(self) -> tuple[int, ...]:
         """All ranks of the world."""
         return tuple(range(self.size))

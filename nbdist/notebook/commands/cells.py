@@ -75,7 +75,7 @@ def send(line: MagicCall, steps: CellSteps) -> None:
             in_background=True,
         )
         job = Job(steps, running, name, CellPlace(pool.shell))
-        pool.begin_job(job)
+        pool.jobs.begin(job)
         _bind(line, name, job)
     raised = None
     if here:

@@ -228,16 +228,16 @@ def doctor_report() -> CommandOutput:
 def _pool_status(line: MagicCall, pool: Pool) -> CommandOutput:
     if line.options.stack:
         if pool.world is None:
-            return shown_stacks(pool.headline, ())
+            return shown_stacks(_headline(pool), ())
         ranks = parse_ranks(line.options.ranks or "all", pool.world.size)
         stacks = line.query_agent(pool, GetStacks(ranks))
         # Read the headline only now: the request for stacks has shown whether the agent is lost.
-        return shown_stacks(pool.headline, stacks, pool.world.engine.rank_table.machines.who)
+        return shown_stacks(_headline(pool), stacks, pool.world.engine.rank_table.machines.who)
     workers = line.query_agent(pool, GetStatus())
     if line.options.ranks is not None:
         ranks = parse_ranks(line.options.ranks, len(workers))
         workers = tuple(each for each in workers if each.rank in ranks)
-    shown = table(pool.headline, rows(workers), STATE_COLOURS)
+    shown = table(_headline(pool), rows(workers), STATE_COLOURS)
     if not line.options.verbose:
         return shown
     owners: Mapping[str, tuple[str, frozenset[int]]] = {}
@@ -259,6 +259,21 @@ def _pool_status(line: MagicCall, pool: Pool) -> CommandOutput:
         refused = line.query_agent(pool, GetRefused()) or "none"
         lines.append(f"refused connections without this world's keys: {refused}")
     return below([shown, block("\n".join(lines))])
+
+
+def _headline(pool: Pool) -> str:
+    """Return a line such as `4 workers on node01 · gloo · ready`, or how to start workers.
+
+    The line ends with the `--name` of the world if it has one, and has `8 workers as 2x4` if there
+    are several nodes.
+    """
+    world = pool.world
+    if world is None or not world.state.has_workers:
+        return "no workers are running · `%%distributed -n 4` or `%dist_init -n 4` starts them"
+    table, workers = world.engine.rank_table, count(world.size, "worker")
+    shape = "" if table.layout.startswith("1x") else f" as {table.layout}"
+    parts = [f"{pool.title}{workers}{shape} on {table.machines}", table.backend]
+    return " · ".join(filter(None, [*parts, world.state.value, world.engine.config.name]))
 
 
 OPEN_LINES = 60
@@ -314,16 +329,17 @@ def dist_output(line: MagicCall) -> CommandOutput | str | None:
     `--log` shows the last lines that ranks have written since they were started.
     """
     if line.options.failed:
-        return line.pool.last_failure.shown if line.pool.last_failure else "nothing has failed yet"
+        failure = line.pool.failures.last
+        return failure.shown if failure else "nothing has failed yet"
     if line.options.log:
         return log_of(line)
-    pool, everything = line.pool, line.options.everything
-    if pool.last is None or pool.world is None:
+    pool, world, everything = line.pool, line.pool.world, line.options.everything
+    if pool.last is None or world is None:
         raise UsageError("No distributed cell has run yet, so there is no output to show.")
     # This page gets the output now, so the next cell need not tell it about missed output.
     pool.request = request_of(pool.shell)
-    pool.show_jobs()
-    past, number = pool.past_cells.past(pool.last.transcript), line.options.cell
+    pool.jobs.show_output()
+    past, number = pool.late.cells.past(pool.last.transcript), line.options.cell
     if not -len(past) <= number < 0:
         raise UsageError(
             f"`%dist_output {number}`: the output of {count(len(past), 'cell')} is kept; "
@@ -331,12 +347,12 @@ def dist_output(line: MagicCall) -> CommandOutput | str | None:
         )
     transcript = past[number]
     if line.options.ranks is None and not everything:
-        line.display.show_again(transcript, pool.log_files())
+        line.display.show_again(transcript, world.engine.rank_table.log_files)
         return None
     ranks = [rank for rank in line.ranks if rank in transcript.ranks]
     if not ranks:
         raise UsageError(f"The cell ran on {name_ranks(transcript.ranks)} only.")
-    lines = whole_text(transcript, ranks, pool.log_files()).splitlines()
+    lines = whole_text(transcript, ranks, world.engine.rank_table.log_files).splitlines()
     if not everything and (more := len(lines) - LINES_AGAIN) > 0:
         again = in_pool(f"%dist_output -r {format_ranks(ranks)} --all", pool.own_name)
         lines[:more] = [f"… {lines_text(more)} more: {again}"]

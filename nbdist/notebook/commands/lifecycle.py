@@ -78,7 +78,7 @@ def dist_interrupt(line: MagicCall) -> str:
     With `-r 0`, interrupt only the cells that run on rank 0.
     """
     pool, chosen = line.pool, None if line.options.ranks is None else {*line.ranks}
-    jobs = [job for job in pool.jobs if chosen is None or not chosen.isdisjoint(job.ranks)]
+    jobs = [job for job in pool.jobs.running if chosen is None or not chosen.isdisjoint(job.ranks)]
     for job in jobs:
         job.interrupt()
     ends = dict.fromkeys(_end_of(job) for job in jobs)
@@ -133,7 +133,7 @@ def _replace(line: MagicCall, keep: list[str]) -> str:
         raise
     engine.rank_table.mark_reported(ranks)
     others = engine.rank_table.pop_replaced()  # further ranks, which had died and were restarted
-    line.pool.note_ends(others, machines, line.display)
+    line.pool.failures.note_ends(engine, line.display, machines, others)
     return healing_text(engine, {*ranks, *others})
 
 
@@ -164,12 +164,12 @@ def dist_scale(line: MagicCall) -> str:
     try:
         world.scale(size, ranks=keep)
     finally:
-        line.pool.note_deaths(world, line.display, machines)
+        line.pool.failures.note_deaths(world.engine, line.display, machines)
     if world.size == before:
         return f"already {count(before, 'worker')}"
     if warning := world.engine.start_notes.warning:
         line.display.add_note(warning)
-    line.pool.shown_size = world.size
+    line.pool.healer.shown_size = world.size
     return scaled_text(world.engine)
 
 
@@ -207,7 +207,7 @@ def dist_attach(line: MagicCall) -> str | None:
         display.add_note(each.task.title)
         steps = _steps(line.pool, each, display)
         job = Job(steps, next(steps), "", CellPlace(line.pool.shell))
-        line.pool.begin_job(job)
+        line.pool.jobs.begin(job)
     send(line, _steps(line.pool, running, line.display))
     return None
 

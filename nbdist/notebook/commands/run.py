@@ -176,9 +176,9 @@ def failed_rank(pool: Pool) -> int:
 
     Raises UsageError if no rank has failed, or if the rank failed because its process ended.
     """
-    if pool.failed is None:
+    if pool.failures.first_error is None:
         raise UsageError("`%dist_debug`: no rank has failed yet. `-r 2` says which to look at.")
-    _, rank, error = pool.failed
+    _, rank, error = pool.failures.first_error
     if isinstance(error, Died):
         raise UsageError(
             f"`%dist_debug`: rank {rank} {error.end}, so its exception is lost. "
@@ -200,7 +200,8 @@ def debug_ranks(pools: Pools, original: Callable[..., Any], *args: Any, **kwargs
         return original(*args, **kwargs)
     if isinstance(error, UsageError) and shell.call_pdb:
         return None  # no rank has run anything, so no rank has frames to debug
-    failed = [(pool.failed[0], pool.name) for pool in pools if pool.failed is not None]
+    errors = [(pool.failures.first_error, pool.name) for pool in pools]
+    failed = [(error[0], name) for error, name in errors if error is not None]
     _, name = max(failed, default=(0.0, DEFAULT_POOL))
     return shell.run_line_magic("dist_debug", "" if name == DEFAULT_POOL else f"--pool {name}")
 

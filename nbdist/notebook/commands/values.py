@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
+from typing import Any
 
 from IPython.core.magic_arguments import argument
 
@@ -71,8 +72,24 @@ def dist_gather(line: MagicCall) -> MagicResult:
     results = value_transfer.gather(engine, expressions, ranks, fetch, rank=one, how=how, dim=dim)
     named = zip(targets, results, strict=True)
     values = {target: value for target, value in named if target.isidentifier()}
-    pool.bind_gathered(values, [each for each in values if each in expressions], ranks)
+    _bind_gathered(pool, values, [each for each in values if each in expressions], ranks)
     return MagicResult(results[0] if len(results) == 1 else tuple(results))
+
+
+def _bind_gathered(
+    pool: Pool, values: Mapping[str, Any], rank_names: Sequence[str], ranks: Collection[int]
+) -> None:
+    """Bind values in the notebook that were gathered from `ranks`.
+
+    `values` has the values by name.  Later cells do not send these values to the ranks.
+    `rank_names` are the names that `ranks` also use for these variables.  From now on these names
+    belong to the ranks.
+    """
+    pool.shell.user_ns.update(values)
+    pool.gathered.add(values)
+    if pool.world is not None:
+        for name in values:
+            pool.world.engine.names.record_gathered(name, ranks if name in rank_names else ())
 
 
 def expressions_in(words: Sequence[str]) -> Iterator[str]:

@@ -96,7 +96,7 @@ def test_magics_answer_without_workers(typed: Callable[[str], str], pools: Pools
     assert shown[1:] == ["made on the workers: none", "sent by the notebook: none"]
     assert typed("%dist_stack").startswith("no workers are running")
     assert typed("%dist_why") == "nothing has failed yet\n"
-    pools.find_or_make("a").last_failure = Why(
+    pools.find_or_make("a").failures.last = Why(
         "12:00:00 · rank 1", "bad shard", ("rank 2: the same",), "/x.log"
     )
     assert typed("%dist_why --pool a").splitlines() == [

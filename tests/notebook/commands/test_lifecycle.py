@@ -223,7 +223,7 @@ def test_tasks_side_by_side_outlive_their_notebook(
     assert "ended 1" in attached.seen
     assert "ended 0" not in attached.seen
     second.run("from nbdist.notebook.extension import pools_of")
-    stops = "[job.task_run.stop for job in pools_of(get_ipython()).find('default').jobs]"
+    stops = "[job.task_run.stop for job in pools_of(get_ipython()).find('default').jobs.running]"
     assert second.value(f"[stop.is_of_job for stop in {stops}]") == [True]
     assert second.run("%dist_gather kept -r 1").errors == []
     gates[0].touch()

@@ -145,9 +145,9 @@ def test_the_debugger_chooses_the_rank_that_failed_first(pools: Pools) -> None:
     pool = pools.default
     with pytest.raises(UsageError, match=r"no rank has failed yet. `-r 2`"):
         failed_rank(pool)
-    pool.failed = 1.0, 3, Failure("ValueError", "bad", (), 0)
+    pool.failures.first_error = 1.0, 3, Failure("ValueError", "bad", (), 0)
     assert failed_rank(pool) == 3
-    pool.failed = 2.0, 2, Died(-9, 0)
+    pool.failures.first_error = 2.0, 2, Died(-9, 0)
     said = r"rank 2 was killed by SIGKILL, so .* `%dist_output --failed`"
     with pytest.raises(UsageError, match=said):
         failed_rank(pool)
