@@ -18,7 +18,7 @@ import psutil
 
 from nbdist.errors import AgentLost, StartError
 from nbdist.notebook import extension
-from nbdist.wire.messages import BatchAcknowledged, GetStatus, StopWorld
+from nbdist.wire.messages import GetStatus, StopWorld
 from nbdist.world import lifecycle
 from nbdist.world.agent_link import Link
 from nbdist.world.agents import AGENT_MODULE
@@ -45,16 +45,13 @@ class SharedLink(Link):
         """End the workers that are left, and make the link available again."""
         if not self.is_taken or os.getpid() != self.pid:
             return
-        self.is_taken = self._is_remembered = self.signals_all_messages = False
+        self.is_taken = self.socket._is_detachable = self.events.signals_all = False
         try:
             self.call(StopWorld(0.0), SOON)
         except (AgentLost, StartError):
             print("the shared agent's last lines:", *self.agent.last_lines(), sep="\n")  # noqa: T201
             super().close()
-        while self.arrived:
-            item = self.arrived.popleft()
-            if isinstance(item, BatchAcknowledged) and self.is_up:
-                self.acknowledge(item)
+        self.drop_events()
 
     def detach(self) -> None:
         """Refuse to detach, because the next test uses the agent."""

@@ -64,7 +64,8 @@ class IdleWatch:
         if link is None or not is_main_thread():
             return
         # Duplicate the descriptor, since the link may close its own while the loop still watches.
-        self._link, self.loop, self._wakeup_fd = link, loop, os.dup(link.idle_signal)
+        self._link, self.loop = link, loop
+        self._wakeup_fd = os.dup(link.events.idle_signal.fileno())
         # Run callbacks in an empty context: in the context of the present cell, the output of later
         # callbacks would be shown below that cell.
         contextvars.Context().run(loop.add_reader, self._wakeup_fd, self._wake)
@@ -76,7 +77,7 @@ class IdleWatch:
         calls end once `is_active()` is false.
         """
         if self._link is not None:
-            self._link.signals_all_messages = self._is_active()
+            self._link.events.signals_all = self._is_active()
         # In a terminal the loop is closed while a cell runs; the next prompt has a new loop.
         if self.loop is None or self.loop.is_closed():
             return

@@ -1,7 +1,7 @@
 """The messages between a notebook and its agent, or its head if the world has several machines.
 
 Messages are pickles on a socket that only this user can open; both processes run the same version
-of nbdist.  The notebook sends and reads them in `nbdist.world.agent_link`, the agent or head in
+of nbdist.  The notebook sends and reads them in `nbdist.world.link_socket`, the agent or head in
 `nbdist.agent.notebook_link`.  The outputs of ranks are in `nbdist.output.events`.
 """
 

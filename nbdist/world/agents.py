@@ -22,7 +22,7 @@ from pathlib import Path
 
 from nbdist import __version__, plugins
 from nbdist.config import DEFAULT_POOL, LOCAL
-from nbdist.errors import UsageError
+from nbdist.errors import AgentLost, UsageError
 from nbdist.system import folders
 from nbdist.system.limits import OomKills
 from nbdist.system.processes import MODULE_OPTIONS, Child, children_of, last_lines_of, safe_environ
@@ -366,3 +366,12 @@ class AgentProcess(Child):
         if not self._exits_within(timeout):
             self._process.kill()
             self._exits_within(timeout)
+
+
+AgentHandle = AgentProcess | AttachedAgent
+"""The process that serves a world: this machine's agent, or the head of several machines."""
+
+
+def agent_loss(agent: AgentHandle) -> AgentLost:
+    """Return the error about an agent that has ended or does not answer, with its last line."""
+    return AgentLost(agent.host, agent.exit_code(), "".join(agent.last_lines()[-1:]))

@@ -335,7 +335,7 @@ class Engine:
             return False
         running.stop.presses += 1
         if self.connection.link_or_none is not None:
-            self.connection.link_or_none.wake()
+            self.connection.link_or_none.events.wake()
         return True
 
     def keep_setup(

@@ -38,7 +38,7 @@ NO_ITEMS = "the notebook that called World.map has ended, so no rank can get fur
 
 def receive(engine: Engine, timeout: float) -> None:
     """Wait at most `timeout` seconds for a message, then handle all messages that have arrived."""
-    engine.connection.link.wait(timeout)
+    engine.connection.link.events.wait(timeout)
     receive_waiting(engine)
 
 
@@ -52,12 +52,12 @@ def receive_waiting(engine: Engine) -> None:
         return
     if engine.task_table.is_reading_items:
         raise UsageError(ITEMS_FROM_WORLD)
-    for _ in range(len(link.arrived)):
-        match link.arrived[0]:
+    for _ in range(len(link.events.waiting)):
+        match link.events.waiting[0]:
             case AgentLost() as lost:
                 handle_agent_loss(engine, lost)
             case BatchAcknowledged() as batch:
-                link.acknowledge(batch)
+                link.socket.acknowledge(batch)
             case messages.Healed() as healed:
                 engine.apply_healed(healed)
             case messages.NodeJoined(host):
@@ -68,7 +68,7 @@ def receive_waiting(engine: Engine) -> None:
                 _advance_state(engine, message)
                 for run in engine.task_table.known_runs:
                     run.handle_message(message, time.monotonic())
-        link.arrived.popleft()
+        link.events.waiting.popleft()
         if engine.connection.link_or_none is not link:
             return
 

@@ -17,7 +17,7 @@ from typing import Any
 from nbdist.config import LOCAL
 from nbdist.errors import AgentLost, StartError
 from nbdist.wire import messages
-from nbdist.wire.messages import Attached, BatchAcknowledged, Starting
+from nbdist.wire.messages import Attached, Starting
 from nbdist.wire.world_facts import WorldFacts
 from nbdist.words import count
 from nbdist.world.agent_link import CALL_TIMEOUT, Link
@@ -119,10 +119,8 @@ def start_anew(engine: Engine, *, agent_too: bool = False) -> None:
         engine.advance(Event.STOPPED)
     engine.task_table.forget()  # drop all messages of the old workers
     engine.outputs.pop_late()
-    while (link := engine.connection.link_or_none) is not None and link.arrived:
-        item = link.arrived.popleft()
-        if isinstance(item, BatchAcknowledged) and link.is_up:
-            link.acknowledge(item)
+    if engine.connection.link_or_none is not None:
+        engine.connection.link_or_none.drop_events()
     if agent_too:
         engine.connection.close()
     start(engine)

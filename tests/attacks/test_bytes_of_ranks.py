@@ -169,7 +169,7 @@ GREETINGS = (b"\x01", b"\x00", b"\x01\x00", b"\xff", b"\xff" + bytes(8) + b"\x7f
 @pytest.mark.parametrize("greeting", GREETINGS)
 def test_a_foreign_client_gets_no_message_of_the_notebook(started: World, greeting: bytes) -> None:
     """A process of the user that connects and stays gets none of the notebook's messages."""
-    path = started.engine.connection.link.address.removeprefix("ipc://")
+    path = started.engine.connection.link.socket.address.removeprefix("ipc://")
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         connection.sendall(greeting)

@@ -233,10 +233,10 @@ def test_stop_at_an_acknowledgement_loses_nothing(world: World) -> None:
     """The batch is not acknowledged twice, and all variables stay."""
     world.execute("kept = rank")
     link = world.engine.connection.link
-    link.arrived = arrived = StopsOnce(link.arrived)
+    link.events.waiting = waiting = StopsOnce(link.events.waiting)
     with pytest.raises(KeyboardInterrupt):
         world.execute("print('shown')")
-    assert arrived.has_stopped
+    assert waiting.has_stopped
     for _ in range(3):  # each request also sends the acknowledgement that waits
         assert world.gather("kept") == [0, 1, 2, 3]
     assert link.agent.last_lines() == []

@@ -54,7 +54,8 @@ class Bomb:
         if {pid} in engine.rank_table.pids.values() and not killed:
             killed.append({pid})
             os.kill({pid}, signal.SIGKILL)
-            while not any("Died" in repr(news) for news in [*engine.connection.link.arrived]): pass
+            events = engine.connection.link.events
+            while not any("Died" in repr(news) for news in [*events.waiting]): pass
         return int, (7,)
 killed = []
 bomb = Bomb()

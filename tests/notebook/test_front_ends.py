@@ -321,7 +321,7 @@ def test_nbclient_saves_a_death_between_cells() -> None:
         "import os, signal, nbdist.notebook.extension as extension\n"
         "link = extension.pools_of(get_ipython()).default.world.engine.connection.link\n"
         "os.kill(pids[1], signal.SIGKILL)\n"
-        "while not any('Died' in repr(news) for news in [*link.arrived]): pass"
+        "while not any('Died' in repr(news) for news in [*link.events.waiting]): pass"
     )
     cells = ("%load_ext nbdist", "%%distributed -n 2 -o pids\nimport os\nx = rank\nos.getpid()")
     notebook = a_notebook(*cells, kills, "'here'", "%%distributed\n'x' in globals()")

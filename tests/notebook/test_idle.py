@@ -26,24 +26,21 @@ from nbdist.notebook.idle import (
     redirect_stops,
 )
 from nbdist.notebook.jobs import CellPlace, Job
+from nbdist.world.event_queue import EventQueue
 
 
 @dataclass
-class Pipe:
-    """The part of a link that `IdleWatch` uses: a pipe with a byte for each message of ranks."""
+class Events:
+    """The part of a link that `IdleWatch` uses."""
 
-    idle_signal: int
-    end: int
-    signals_all_messages: bool = False
+    events: EventQueue
 
 
 @pytest.fixture
 def link() -> Iterator[Any]:
-    pipe = Pipe(*os.pipe2(os.O_NONBLOCK))
-    yield pipe
-    os.close(pipe.idle_signal)
-    if pipe.end >= 0:
-        os.close(pipe.end)
+    events = EventQueue()
+    yield Events(events)
+    events.close()
 
 
 async def test_many_bytes_cause_few_calls_of_notice(link: Any):
@@ -59,10 +56,9 @@ async def test_many_bytes_cause_few_calls_of_notice(link: Any):
     watch = IdleWatch(notice, lambda: False)
     watch.follow(link)
     while len(noticed) < 2:
-        os.write(link.end, b"x")
+        link.events.idle_signal.wake()
         await asyncio.sleep(0.01)
-    os.close(link.end)
-    link.end = -1
+    link.events.close()
     await ended.wait()
     assert noticed[1] - noticed[0] >= IDLE_PAUSE
 
@@ -86,20 +82,20 @@ async def test_an_active_watch_calls_notice_periodically(link: Any):
     for _ in range(2):
         watch.follow(link)
     watch.update()
-    assert link.signals_all_messages
+    assert link.events.signals_all
     await third.wait()
-    os.write(link.end, b"x")
+    link.events.idle_signal.wake()
     await asyncio.sleep(0.01)
     assert len(noticed) == 4
     tasks.clear()
     watch.update()
-    assert not link.signals_all_messages
+    assert not link.events.signals_all
     await asyncio.sleep(2.5 * IDLE_PAUSE)
     watch.stop()
     assert noticed[2] - noticed[0] >= 2 * IDLE_PAUSE
     assert len(noticed) <= 5
     noticed.clear()
-    os.write(link.end, b"x")
+    link.events.idle_signal.wake()
     await asyncio.sleep(0.01)
     assert noticed == []
     assert os.listdir("/proc/self/fd") == before

@@ -80,7 +80,7 @@ def test_a_call_replaces_a_dead_worker_with_a_line(two: Notebook) -> None:
 import os, signal, time
 os.kill(world.pids[1], signal.SIGKILL)
 link = world.engine.connection.link
-while not any("Died" in repr(news) for news in [*link.arrived]): time.sleep(0.01)
+while not any("Died" in repr(news) for news in [*link.events.waiting]): time.sleep(0.01)
 print(world.gather("rank"))
 """
     ran = two.run(cell)

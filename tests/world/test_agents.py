@@ -402,8 +402,8 @@ def test_calls_end_when_the_agent_hangs_or_dies(caplog: pytest.LogCaptureFixture
         agent.kill()
         with pytest.raises(AgentLost, match="was killed by SIGKILL") as caught:
             list(calling)
-        link.wait(SOON)
-        assert [*link.arrived] == [caught.value]
+        link.events.wait(SOON)
+        assert [*link.events.waiting] == [caught.value]
         assert repr(link).startswith("<Link lost <AgentProcess")
         assert not link.is_up
         with pytest.raises(AgentLost):
@@ -415,7 +415,7 @@ def test_calls_end_when_the_agent_hangs_or_dies(caplog: pytest.LogCaptureFixture
 def test_closing_an_unopened_link_removes_its_folder() -> None:
     """A link that was never opened leaves no runtime folder behind."""
     link = Link()
-    folder = Path(link.address.removeprefix("ipc://")).parent
+    folder = Path(link.socket.address.removeprefix("ipc://")).parent
     assert folder.is_dir()
     link.close()
     assert not folder.exists()
@@ -436,8 +436,8 @@ def test_a_failed_agent_start_says_why(
 ) -> None:
     """The error says why the agent did not start, and has the lines that the agent wrote last."""
     if "not answer" in said:
-        monkeypatch.setattr("nbdist.world.agent_link.HELLO_TIMEOUT", 1.0)
-    monkeypatch.setattr("nbdist.world.agent_link.__version__", "0.0")
+        monkeypatch.setattr("nbdist.world.agent_start.HELLO_TIMEOUT", 1.0)
+    monkeypatch.setattr("nbdist.world.agent_start.__version__", "0.0")
     program = tmp_path / "agent.sh"
     program.write_text(f"{text}\n")
     program.chmod(0o755)

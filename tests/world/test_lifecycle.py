@@ -191,7 +191,7 @@ def test_an_unread_death_blocks_no_restart() -> None:
     with World(2, backend="none", log_dir="") as world:
         world.execute("import atexit, time; atexit.register(time.sleep, 60)", ranks=[0])
         os.kill(world.pids[1], signal.SIGKILL)
-        arrived = world.engine.connection.link.arrived
+        arrived = world.engine.connection.link.events.waiting
         wait_until(lambda: any("Died(" in repr(item) for item in arrived))
         restarts = once(lambda: world.state is not WorldState.READY, press_stop)
         with restarts, pytest.raises(KeyboardInterrupt):

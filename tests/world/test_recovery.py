@@ -407,7 +407,7 @@ def test_an_old_answer_spares_no_killed_rank(ready: World) -> None:
     next(following)
     link = ready.engine.connection.link
     link.send(RequestLocations((0, 1), time.monotonic()))
-    wait_until(lambda: any(isinstance(each, Located) for each in link.arrived))
+    wait_until(lambda: any(isinstance(each, Located) for each in link.events.waiting))
     link.call(Kill((1,)))
     running.stop.presses = 2
     for _ in following:
