@@ -47,7 +47,8 @@ def cell_code(
     """Return a cell as code for a script, and a line for each thing that the code leaves out.
 
     `variables` are names that shell commands can use as `$name`.  With `shows_value`, the code
-    prints the value if the last statement is an expression, as a notebook does.
+    prints the value of the last statement if this is an expression without calls of IPython.  A
+    cell that is no Python becomes comments.
     """
     source = _OUR_LINE.sub("", source, count=1) if source.startswith("# %%") else source
     magic = _FIRST_LINE_MAGIC.match(source)
@@ -113,7 +114,8 @@ def _without_ipython(
     """Return edits that make plain Python of a cell, and a line for each statement left out.
 
     The edits replace calls of IPython.  They also leave out calls that make or destroy the process
-    group, since the script makes these calls itself.  `lines` are the lines of the code.
+    group, since the script makes these calls itself.  Imports from `__future__` are left out
+    without a line, since they can only stand at the top.  `lines` are the lines of the code.
     """
     edits: Edits = []
     omitted = []
@@ -195,7 +197,7 @@ def _line_magic(name: str, line: str) -> str:
 
 
 def _command(command: str, variables: Collection[str]) -> str:
-    """Return a shell command as a string, or as an f-string if variables are filled into it."""
+    """Return a shell command as code: a string, or an f-string if variables are filled into it."""
 
     def fill_in(match: re.Match[str]) -> str:
         is_name = not match[1] and match[2] in variables
@@ -218,7 +220,7 @@ def is_python(text: str) -> bool:
 
 
 def has_top_level_await(text: str) -> bool:
-    """Return True if code has an `await` outside of functions."""
+    """Return True if code has an `await`, `async for` or `async with` outside of functions."""
     code = compile(text, "cell", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     return bool(code.co_flags & inspect.CO_COROUTINE)
 
@@ -226,7 +228,8 @@ def has_top_level_await(text: str) -> bool:
 def wrap_in_event_loop(text: str, title: str) -> str:
     """Return code that runs the code `text` in an `async` function, in an event loop of its own.
 
-    Names that `text` binds are declared as global, so that later cells find them.
+    `title` is the name of the function.  Names that `text` binds are declared as global, so that
+    later cells find them.
     """
     bound = ", ".join(sorted(names_bound(text)))
     shared = f"    global {bound}\n" if bound else ""
@@ -278,7 +281,7 @@ class Statements:
     def binding(self, name: str, value: Any = None) -> str:
         """Return the last statement that assigns or defines a variable, or "" if there is none.
 
-        The cell that defined the `value` is searched first, then all cells from the last one on.
+        The cell that defined the `value` is searched first, then all cells, the last cell first.
         If the statement reads an earlier value of the variable, as `f = decorated(f)` does, the
         returned code begins with the statement that bound the earlier value.
         """
@@ -298,7 +301,7 @@ def _imports_by(node: ast.AST) -> Iterator[tuple[str, str]]:
     """Yield each name that an import statement binds, with an import of only this name.
 
     For `from math import sin, cos`, this is `sin` with `from math import sin`, then `cos`.  An
-    import of `*` yields nothing.
+    import of `*` and a relative import yield nothing.
     """
     match node:
         case ast.Import() | ast.ImportFrom(level=0) if node.names[0].name != "*":

@@ -119,14 +119,15 @@ class Comparison:
         return _group_ranks({rank: self.looked[rank].parts.get(path) for rank in self.have})
 
     def to_compare(self) -> dict[int, tuple[list[int], list[str]]]:
-        """Choose the parts whose numbers are compared, and the rank with which each is compared.
+        """Choose the parts whose numbers are compared, and a reference rank for each of them.
 
-        This rank, the reference of the part's path, is the first rank of the largest group with
-        equal parts.  Return a dict from each reference to a pair: the ranks to compare with it, and
-        the paths.
+        The reference is the first rank of the largest group with equal parts.  Return a dict from
+        each reference to a pair: the ranks to compare with the reference, and the paths of the
+        parts.
 
-        Three kinds of parts are left out: parts that the largest group lacks, parts whose type or
-        shape differs from the reference's, and parts beyond `MAX_COMPARED_BYTES` in all.
+        Left out are parts that are equal on all ranks, parts that the largest group lacks, parts
+        without a known size, and parts beyond `MAX_COMPARED_BYTES` in all.  A rank whose part has
+        another type or shape than the part of the reference is not chosen for this part.
         """
         budget = MAX_COMPARED_BYTES
         by_reference: dict[int, tuple[list[int], list[str]]] = {}

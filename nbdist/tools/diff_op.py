@@ -4,9 +4,8 @@ A value is divided into leaves: a module into its parameters and buffers, an opt
 object with a `state_dict` into the items of that dict, a list or mapping into its items, and most
 other objects into their attributes.
 
-Leaves with equal digests are equal; for tensors on a GPU this is almost certain (`fold`).  Leaves
-that differ only in the sign of a zero, or in the bits of a NaN, have different digests.  `distance`
-then finds that their numbers are equal.
+Leaves with equal digests count as equal.  Tensors that differ only in the sign of a zero, or in the
+bits of a NaN, have different digests.  `distance` then finds that their numbers are equal.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ if TYPE_CHECKING:
 
 
 def diff(context: Context, expression: str) -> Looked:
-    """Return the leaves (parts that are not divided) of a value with their digests.
+    """Return, by path, the digests of a value's leaves, the parts that are not divided.
 
-    `expression` gives the value.  If it cannot be evaluated or divided, the result says why.
+    `expression` gives the value.  If the value cannot be computed or divided, the result says why.
     """
     try:
         parts = leaves(eval(expression, context.names))
@@ -52,7 +51,7 @@ def diff(context: Context, expression: str) -> Looked:
 def lend(context: Context, expression: str, paths: Sequence[str]) -> Brought:
     """Return the leaves of this rank's value at `paths`, packed for `compare` on other ranks.
 
-    `expression` gives the value.
+    `expression` gives the value.  In place of leaves that are no numbers, None is packed.
     """
     parts = leaves(eval(expression, context.names))
     return Brought(packed=context.lend({path: comparable(parts.get(path)) for path in paths}))

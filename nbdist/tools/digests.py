@@ -1,12 +1,13 @@
 """Computes digests of a rank's watched modules and optimizers, and compares them between ranks.
 
-Runs in workers; `nbdist.tools.watch_op` calls it for `--watch`.  Numbers that `%dist_diff` calls
-equal have equal digests: -0.0 and 0.0, and all NaNs.  For that, digests are computed from copies,
-made piece by piece, in which such numbers have the same bits.
+Runs in workers; `nbdist.tools.watch_op` calls this file for `--watch`.  In tensors of the dtypes in
+`WIDE`, numbers that `%dist_diff` calls equal have equal digests: -0.0 and 0.0, and all NaNs.  For
+that, digests are computed from copies, made piece by piece, in which such numbers have the same
+bits.
 
-There are also digests of facts that may differ before parameters do: random states, inputs, and the
-number of collectives.  `Exchange` compares the digests of all ranks while they train, through the
-store of the default process group.
+The file also finds facts that may differ before parameters do: digests of random states and inputs,
+and the number of collectives.  `Exchange` compares the digests of all ranks while they train,
+through the store of the default process group.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ FACTOR = 0x5851F42D4C957F2D
 DIGEST_PIECE, DEVICE_PIECE = 1 << 20, 1 << 25
 """The bytes of floating-point numbers that are copied at a time, on the CPU and on other devices.
 
-A copy of this size stays in the processor's cache.  Measured on one core for 100 MB of float32: a
-digest takes 20 ms with such copies, 10 ms without copies, and 50 ms with copies in new memory.
+A copy of the first size stays in the processor's cache.  Measured on one core for 100 MB of
+float32: a digest takes 20 ms with such copies, 10 ms without copies, and 50 ms with copies in new
+memory.
 """
 
 WIDE = {
@@ -87,7 +89,7 @@ class WatchedValue(NamedTuple):
 
     @property
     def inner(self) -> Any:
-        """The user's module inside of a DDP module; if the value is no DDP module, the value.
+        """The user's module inside of a DDP module; for any other value, the value itself.
 
         Hooks are added to this module: DDP copies the buffers of rank 0 to all ranks before it runs
         the forward of this module.
@@ -97,7 +99,7 @@ class WatchedValue(NamedTuple):
 
 
 def unsupported_type(value: Any) -> str:
-    """Return "" for a module or an optimizer, which can be watched, or the name of another type."""
+    """Return the name of a value's type if it cannot be watched; "" for modules and optimizers."""
     is_optimizer = callable(getattr(value, "step", None)) and hasattr(value, "param_groups")
     return "" if isinstance(value, torch.nn.Module) or is_optimizer else type(value).__qualname__
 
@@ -181,7 +183,8 @@ def _describe_values(
 ) -> tuple[dict[str, ValueDigest], int]:
     """Return descriptions of values with their digests, by path; leave out sharded tensors.
 
-    Also return the number of sharded tensors.  The sums that `fold` computes on a GPU are copied to
+    Also return the number of sharded tensors.  `named` has (path, value) for each value, and `kind`
+    is put before the dtype of each tensor.  The sums that `fold` computes on a GPU are copied to
     the CPU all at once, since each copy waits for the GPU.
     """
     parts: dict[str, ValueDigest] = {}
@@ -252,7 +255,10 @@ def _canonical_copy(numbers: torch.Tensor, out: torch.Tensor | None = None) -> t
 
 
 def generator_digests() -> dict[str, str]:
-    """Return digests of the random states of torch, Python, numpy and the GPU, by their names."""
+    """Return digests of the random states of torch, Python, numpy and the GPU, by their names.
+
+    The GPU is left out if this rank has not used it.
+    """
     states = {"torch": digest_bytes(torch.get_rng_state().numpy().data)}
     states["random"] = digest_bytes(repr(random.getstate()).encode())
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -382,7 +388,7 @@ class Exchange:
         until = time.monotonic() + MEET_TIMEOUT
         keys = {f"{key}/{rank}": rank for rank in self._ranks}
         while True:
-            try:  # any other error than DistStoreError ends the cell, such as after a rank's death
+            try:  # any other error than DistStoreError is raised, such as after a rank's death
                 self._store.wait([*keys], timedelta(seconds=MEET_POLL_INTERVAL))
                 break
             except DistStoreError:

@@ -95,8 +95,8 @@ def dist_export(line: MagicCall) -> CommandOutput:
 def _free_paths(text: str | None, *, force: bool) -> tuple[Path, Path]:
     """Return the paths of the script and of its file of values; `text` is the script's typed path.
 
-    Raises UsageError if the name is not that of a Python file, if the folder does not exist, or if
-    one of the files exists and `force` is not given.
+    Raises UsageError if the name is not that of a Python file, or if the folder does not exist.
+    Also raises it if one of the paths exists, unless `force` is given and the path is a file.
     """
     path = Path(text or "").expanduser()
     if not text or path.suffix != ".py":
@@ -280,7 +280,7 @@ class Composer:
         """Return the whole script.
 
         Its docstring says how to run it with `ranks` ranks, and lists `omitted` and all else that
-        the script lacks.
+        the script is known to lack.  `backend` and `omitted` are what `group_of` returns.
         """
         chosen = f'"{backend}"' if backend else CHOSEN
         begin, end = f"dist.init_process_group({chosen})", EPILOGUE

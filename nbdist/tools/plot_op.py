@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 MAX_SEEN = 50
 ALSO = {"learning_rate": "lr"}
-"""Shorter names that `--plot` also accepts for numbers in the logs of transformers."""
+"""Shorter names that `--plot` also accepts, by the name of a logged number.
+
+For example, transformers logs `learning_rate`.
+"""
 
 LoggedValues = tuple[float | None, Mapping[str, Any]]
 """The step, or None if `track` shall count the calls, and the logged values by name."""
@@ -115,7 +118,8 @@ class Taps(MetaPathFinder):
     ) -> ModuleSpec | None:
         """Return a spec with which importing a module of `READERS` also wraps the module's methods.
 
-        Return None for any other module, so that Python asks the next finder.
+        Return None for any other module, or if the module is not found, so that Python asks the
+        next finder.
         """
         if fullname not in READERS or not (spec := PathFinder.find_spec(fullname, path)):
             return None

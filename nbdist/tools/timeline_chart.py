@@ -1,8 +1,8 @@
 """Draws the timeline of a cell, a row per rank, as a picture for pages and as text for terminals.
 
 Each row is divided into slices of equal length, which show for what share of the slice the rank
-computed, communicated and waited.  `nbdist.tools.timeline` calls it in the notebook's process.
-Pure: no I/O here.
+computed, communicated and waited; in text, only for what share it computed.
+`nbdist.tools.timeline` calls this file in the notebook's process.  Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ MAX_PERIODS = 3
 
 
 class AwaitedPeriod(NamedTuple):
-    """A period in which other ranks waited for a rank, each for `seconds` seconds on average."""
+    """A period in which other ranks waited for a rank, each for `seconds` seconds on average.
+
+    `begin` and `end` are in seconds from when the first rank began the cell.
+    """
 
     rank: int
     begin: float
@@ -86,7 +89,10 @@ class AwaitedPeriod(NamedTuple):
 
 
 def awaited_periods(timeline: Timeline) -> list[AwaitedPeriod]:
-    """Return up to `MAX_PERIODS` periods, those with the longest waits, the earliest first."""
+    """Return up to `MAX_PERIODS` periods, those with the longest waits, the earliest first.
+
+    Periods with waits that are too short to be named (`least_awaited`) are left out.
+    """
     step = timeline.seconds / TEXT_SLICES
     periods = list[AwaitedPeriod]()
     for rank, slices in slices_of(timeline, TEXT_SLICES).items():
@@ -112,7 +118,10 @@ UNRECORDED_MARK = "·"
 
 
 def text_bar(slices: Iterable[TimeSlice | None]) -> str:
-    """Draw slices as characters, whose heights are the shares in which the rank computed."""
+    """Draw slices as characters, whose heights are the shares in which the rank computed.
+
+    A slice without records is `UNRECORDED_MARK`, and a slice that is None is a space.
+    """
     return "".join(map(_character, slices)).rstrip()
 
 

@@ -1,7 +1,7 @@
 """Computes from records of the ranks how they spent the last cell, and for whom they waited.
 
-`nbdist.tools.timeline` calls it in the notebook's process; pure, so without I/O.  The records come
-from `nbdist.tools.timeline_op` in the workers.
+`nbdist.tools.timeline` calls this file in the notebook's process; pure, so without I/O.  The
+records come from `nbdist.tools.timeline_op` in the workers.
 
 Waits in Python code are measured; they include the communication itself.  Waits in C++ code are not
 measured.  So a rank is assumed to wait from when it begins a collective until the last rank begins
@@ -24,7 +24,7 @@ from nbdist.words import size_text
 TimeSpan = tuple[float, float]
 
 LATE = 0.001
-"""The last rank to begin a collective is late if it begins this many seconds after the first."""
+"""The last rank of a collective is late if it begins at least this many seconds after the first."""
 
 LEAST, LEAST_SHARE = 0.01, 0.02
 """Texts name a rank as the straggler if other ranks waited for it at least this long.
@@ -178,10 +178,10 @@ def _waits(
     meetings: Mapping[tuple[str, int], Mapping[int, int]],
     spans: Mapping[int, list[tuple[int, int]]],
 ) -> tuple[dict[int, list[RankWait]], dict[int, int]]:
-    """Return by rank its waits for other ranks, and how many collectives it began late.
+    """Return two dicts by rank: its waits for other ranks, and how many collectives it began late.
 
-    All times are in nanoseconds.  `meetings` has for each collective when each rank began it.
-    `spans` has for each rank when it was in collectives.
+    All times are in nanoseconds.  `meetings` has, by a collective's group and number, when each
+    rank began it.  `spans` has for each rank when it was in collectives.
     """
     waits: dict[int, list[RankWait]] = {rank: [] for rank in spans}
     came_last: dict[int, int] = dict.fromkeys(spans, 0)
@@ -228,10 +228,11 @@ def _operations(ranks: Iterable[tuple[Met, ...]]) -> tuple[str, ...]:
 
 
 class TimeSlice(NamedTuple):
-    """How a rank spent a slice of the cell's time; all fields are shares of the slice.
+    """How a rank spent a slice of the cell's time.
 
-    `computing`, `communicating` and `waiting` add up to 1.  `caused` is the share in which another
-    rank waited for this rank, on average.
+    `computing`, `communicating` and `waiting` are shares of the time in which the rank ran the cell
+    during the slice; they add up to 1.  `caused` is the share of the slice in which another rank
+    waited for this rank, on average.
     """
 
     computing: float
@@ -244,7 +245,7 @@ class TimeSlice(NamedTuple):
 def slices_of(timeline: Timeline, slice_count: int) -> dict[int, list[TimeSlice | None]]:
     """Divide the time of the cell into slices of equal length; return by rank the rank's slices.
 
-    A slice is None if the rank did not run the cell in that time.
+    A slice is None if the rank ran the cell for less than half of that time.
     """
     step = timeline.seconds / slice_count or 1.0
     others = max(1, len(timeline.rows) - 1)

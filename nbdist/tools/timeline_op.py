@@ -91,8 +91,8 @@ def begin_profile(context: Context) -> None:
 def end_profile(context: Context, origin_ns: int) -> TracePart | None:
     """Stop the profiler, and return its events as compressed JSON; None if no profiler runs.
 
-    The times of the events are in microseconds since `origin_ns`.  If there are too many bytes,
-    return a problem instead of events.
+    The times of the events are in microseconds since `origin_ns`.  At most `MAX_EVENTS` events are
+    returned.  If the profiler's file has more than `MAX_TRACE_BYTES`, return a problem instead.
     """
     if not (profiler := _stop()):
         return None
@@ -116,8 +116,8 @@ def trace_events(
     """Yield the events of a rank, changed so that the events of all ranks fit in one trace.
 
     The rank becomes a process whose number is `rank`, and each stream of its GPUs a thread of that
-    process.  `shift` is added to all times.  Names of processes, and events of processes other than
-    `pid`, are left out.
+    process.  `shift`, in microseconds, is added to all times.  Names of processes are left out, and
+    so are events of processes other than `pid`, except those of GPUs.
     """
     yield _meta(rank, "process_name", 0, {"name": f"rank {rank}"})
     yield _meta(rank, "process_sort_index", 0, {"sort_index": rank})

@@ -271,7 +271,8 @@ class Divergence:
     def facts_before(self) -> Iterator[str]:
         """Yield a heading, then a line for each fact that began to differ before the parts did.
 
-        If the first comparison has found the difference, all facts that differ have a line.
+        If the first comparison has found the difference, all facts that differ have a line.  If no
+        fact has a line, a line says so.  Last come lines about what was not compared.
         """
         compared = [step for step, _ in self._facts]
         equal = [step for step in compared if step < self.step]

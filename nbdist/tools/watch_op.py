@@ -39,8 +39,10 @@ steps ahead by then.
 """
 
 MAX_INPUTS = 2_000
-"""The most forwards of which a rank keeps the inputs, usually enough for the last two intervals
-between comparisons."""
+"""The most forwards of which a rank keeps digests of the inputs.
+
+Usually this is enough for the last two intervals between comparisons.
+"""
 
 _watches: list[RankWatch] = []
 """The `RankWatch` that runs in this process, if any; `end` or the next `begin` removes it."""
@@ -133,8 +135,8 @@ class RankWatch:
     def result(self) -> Watched:
         """Return this rank's record of the watch.
 
-        If no difference was found, the record has the parts as they are now, so that the notebook
-        can compare the ranks at the end of the cell.
+        If neither a difference nor a problem was found, the record has the parts as they are now,
+        so that the notebook can compare the ranks at the end of the cell.
         """
         if not self._problem:
             self._guarded(self._compare_at_end)
@@ -303,8 +305,8 @@ class RankWatch:
 class Seen:
     """Records digests of the inputs of watched modules' forwards, and which modules run.
 
-    Forwards count only in training, and only the newest inputs are kept.  `step` is the number of
-    steps that have ended; `RankWatch` sets it.
+    Inputs are recorded only in training, and only the newest inputs are kept.  `step` is the number
+    of steps that have ended; `RankWatch` sets it.
     """
 
     def __init__(self, every: int) -> None:
@@ -330,8 +332,9 @@ class Seen:
         """Add hooks to the module of a target; one of them calls `begins` when a forward begins.
 
         If a variable in `names` is a DDP module around the target's module, `begins` is called only
-        in forwards of the DDP module.  This method adds no hooks to a module of TorchScript, or to
-        a module whose `compile()` was called, since its hooks would be compiled, too.
+        in forwards of the DDP module.  This method adds no hooks to a module of TorchScript, which
+        refuses them, or to a module whose `compile()` was called, which would compile them.  For an
+        optimizer the method does nothing.
         """
         if not target.is_module:
             return

@@ -2,7 +2,7 @@
 
 `python -m nbdist.worker` reads a pickled `WorkerStart` from stdin and becomes the worker.
 `python -m nbdist.worker about` prints facts about torch and the GPUs as JSON. `nbdist doctor` runs
-this command in another process, because importing torch may load CUDA.
+this command in another process, because `nbdist doctor` must run even without torch.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 
 def become_spawned_worker() -> None:
-    """Read a `WorkerStart` from stdin, and become that worker.
+    """Read a `WorkerStart` from stdin, and become the worker that it describes; never returns.
 
-    Afterwards stdin is /dev/null, so that user code finds no input there.
+    stdin first becomes /dev/null, so that user code finds no input there.
     """
     from nbdist.worker.main import become_worker
     from nbdist.worker.process import die_with_parent
@@ -37,7 +37,7 @@ def describe_torch() -> dict[str, Any]:
     The keys of the result are `torch` (the version), `device` (the platform of the build, such as
     `CUDA 12.8` or `CPU`), `gpus` (their names), `gloo` (whether torch has gloo), `nccl` (the
     version of nccl and the name of its backend class, "" without nccl), and `said` (the texts of
-    the UserWarnings that torch raised during its import).
+    the UserWarnings that came while torch was imported and the GPUs were listed).
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

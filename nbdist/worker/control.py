@@ -41,11 +41,11 @@ from nbdist.worker.process import SOCKET_READ_SIZE, allow_more_descriptors, thre
 from nbdist.worker.steps import STEPS
 
 LATE_SECONDS, KEPT_SECONDS = 0.3, 5.0
-"""An answer to Tab that took longer than `LATE_SECONDS` is kept for `KEPT_SECONDS`.
+"""An answer to Tab or Shift-Tab is kept for `KEPT_SECONDS` if it took longer than `LATE_SECONDS`.
 
 The agent waits only 0.4 s for an answer (`CONSULT_TIMEOUT` in `nbdist.agent.inspect`). On a busy
-machine every answer may take longer. A kept answer is there in time when the user presses Tab
-again."""
+machine every answer may take longer. A kept answer is there in time when the user presses the same
+key again."""
 
 SPARE_THREADS = 5
 """How many threads must be able to start before the process group is formed again.
@@ -103,8 +103,8 @@ class ControlThread:
         # releases this rank, would wait for them.
         match request:
             case Complete() | Inspect():
-                # Two threads must not call IPython's completer at once. While it is busy, answer
-                # with `Ok`, so that the user gets no completions.
+                # Two threads must not call IPython's completer at once. While one of them calls it,
+                # answer any other question with `Ok`, which brings the user nothing.
                 if self._consult_future is not None and not self._consult_future.done():
                     return send(control.Ok())
                 future = self._consult_future = self._executor.submit(self._consult, request)
@@ -131,8 +131,8 @@ class ControlThread:
     def _consult(self, question: TypingQuestion) -> control.ControlReply:
         """Return completions for the code that the user types, or a description of a name in it.
 
-        An answer that took longer than `LATE_SECONDS` is kept. If the next question is the same,
-        and no cell has run since, the kept answer is returned.
+        An answer that took longer than `LATE_SECONDS` is kept. It is returned again if the next
+        question comes within `KEPT_SECONDS` and is the same, and no cell has run since.
         """
         kept, self._late_answer = self._late_answer, None
         # Use a kept answer only if no cell has run since: a cell may have changed variables.

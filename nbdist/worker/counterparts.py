@@ -45,15 +45,15 @@ MAX_SEARCH_SECONDS = 0.1
 """Seconds after which `_variables_with` gives up its search."""
 
 MAX_CLEARINGS = 3
-"""How many times `pop_ended_keys` clears the frames that a call has left behind.
+"""The most times that `pop_ended_keys` clears the frames that a call has left behind.
 
 Once is not always enough, because another thread may take hold of further frames meanwhile.
 """
 
 PAGES_FROM_BYTES = 4 << 20
-"""From this size on, `are_written` checks memory before its contents are compared.
+"""An array of at least this many bytes is checked by `are_written` before it is compared.
 
-Comparing that much memory would take longer than the check.
+Comparing the contents of that much memory would take longer than the check.
 """
 
 
@@ -61,8 +61,8 @@ class Keyed(NamedTuple):
     """An object with its key, which a rank writes to a file or sends to another process.
 
     The other process is another rank, or the new process of a rank that is restarted. `tool` names
-    the way in which the object's state is read. `state` is the object's state when this rank
-    received the object, or None if this rank has not received the object.
+    the way in which the object's state is read. `state` is the object's state when this rank last
+    received the object or a change of it; None if no state was recorded.
 
     `block` and `digest` are about the memory of a tensor on the CPU, if the whole memory has a key:
     `block` is this key, and `digest` is the digest of the memory's contents when this rank received
@@ -142,8 +142,8 @@ class Counterparts:
         """Accept a message with the arguments of a call, as `accept` does.
 
         After a call, reference cycles or frames of the call may keep new objects of the message
-        alive on some ranks only. So `pop_ended_keys` then frees these objects, and all ranks have
-        the same objects again.
+        alive on some ranks only. So `pop_ended_keys` then tries to free these objects, so that all
+        ranks have the same objects again.
         """
         self.accept(arrived)
         self._lent_keys += [key for key, _, _ in (*arrived.objects, *arrived.blocks)]
@@ -182,10 +182,11 @@ class Counterparts:
     def _retain(self, keys: Iterable[int]) -> None:
         """Keep objects alive that the notebook has removed from variables or containers here.
 
-        The rank may have changed these objects, and the notebook may bind them here again, under
-        another name. If an object no longer exists in the notebook, only those objects inside of it
-        are kept that the rank has changed. The notebook can send unchanged objects again, such as
-        the memory of batches.
+        `keys` are the keys of these objects. The rank may have changed the objects, and the
+        notebook may bind them here again, under another name. An object that no longer exists in
+        the notebook is not kept itself. Objects inside of it are kept if they still exist in the
+        notebook and the rank has changed them. The notebook can send unchanged objects again, such
+        as the memory of batches.
         """
         below: set[int] = set()
         for key in keys:
@@ -208,7 +209,8 @@ class Counterparts:
     def _write_block(self, key: int, contents: Any) -> None:
         """Write new contents into the memory that has this key; do nothing if it has ended."""
         root = self._find(key)
-        # No tensor uses this memory any more. The tensors get their data by updates of their own.
+        # The tensors that used this memory have ended, or have other memory by now. In that case
+        # they get their data by updates of their own.
         if root is None:
             return
         new = np.frombuffer(contents, np.uint8)
@@ -270,14 +272,15 @@ class Counterparts:
         return deleted
 
     def pop_ended_keys(self) -> tuple[int, ...]:
-        """Return the keys of objects that have ended here since the last call, for the notebook.
+        """Return the keys of objects and memory that have ended here since the last call.
 
-        Keys of objects that the notebook itself has freed before are left out.
+        The keys are reported to the notebook. Keys of objects that the notebook itself has freed
+        before are left out.
 
         The notebook's next task may refer to any object whose key is not returned. So this method
-        also keeps all objects and memory that are alive now until `end_idle` is called. Otherwise
-        garbage collection, or a thread that drops a frame of the task, could end an object between
-        two tasks.
+        also keeps all objects with a key, and their memory, alive until `end_idle` is called.
+        Otherwise garbage collection, or a thread that drops a frame of the task, could end an
+        object between two tasks.
         """
         self._pinned = []
         self._record_altered_memory()
@@ -310,10 +313,10 @@ class Counterparts:
         return tuple(unreported)
 
     def _is_left(self, key: int) -> bool:
-        """Return True if the object or memory of a key is alive, and is no class or function.
+        """Return True if the object or memory with this key is alive and is no definition.
 
-        Classes always have reference cycles. If they counted, each call that brings a class would
-        cost a garbage collection.
+        Definitions are classes, functions, and the cells of closures. Classes always have reference
+        cycles. If they counted, each call that brings a class would cost a garbage collection.
         """
         value = self._find(key)
         definitions = type, types.FunctionType, types.CellType
@@ -418,7 +421,7 @@ class Counterparts:
         return changed, ended
 
     def _is_written(self, key: int) -> bool:
-        """Return True if a block has ended, or has other contents than when it was received."""
+        """Return True if the block with this key has ended or may have other contents by now."""
         root = self._find(key)
         if root is None:
             return True
@@ -446,7 +449,8 @@ class Counterparts:
     def _variables_with(self, name: str, value: Any) -> list[str]:
         """Return the variables, other than `name`, from which references lead to a value.
 
-        If the value is a torch module, references to its parameters count too. The search has a
+        If the value is a torch module, references to its parameters count too. Return [] if the
+        value is a short plain value, a module of Python, a function or a class. The search has a
         time limit, so variables may be missing.
         """
         if is_atomic(value) or isinstance(value, types.ModuleType | types.FunctionType | type):
@@ -499,7 +503,7 @@ class Counterparts:
 
         The contents of a new object may have been copied into an old object of this rank. Then the
         old object gets the key, and `substitutes` has the old object by the id of the new one.
-        Return the keys of the objects, and of the memory of tensors.
+        Return all keys that were given: those of the objects, and those of tensors' memory.
         """
         keys = []
         for each in keyed:
@@ -516,8 +520,8 @@ class Counterparts:
     def move_keys(self, substitutes: Mapping[int, Any]) -> None:
         """Move the key of each new object to the old object into which it was copied.
 
-        `substitutes` has the old object by the id of the new one. The key of the new object's
-        memory is moved to the memory of the old object, too.
+        `substitutes` has the old object by the id of the new one. If the new object's memory has a
+        key, this key is moved to the memory of the old object, too.
         """
         moved = []
         for number, value in substitutes.items():
@@ -565,13 +569,14 @@ class Counterparts:
     ) -> tuple[dict[int, Any], dict[str, Replaced]]:
         """Give variables new values, if possible by changing their old values in place.
 
-        An old value can be changed in place if it has the same structure as the new value. An
-        object of this rank is also changed in place if `keyed` has a new object with the same key.
+        `values` has the new values by name. An old value can be changed in place if it has the same
+        structure as the new value. If `keyed` has a new object with the key of any other object of
+        this rank, that object is changed in place, too, if possible.
 
         Return two dicts. The first has, by the id of a new object, the old object that was made
         equal to it. The second has, by the name of a variable, facts about its old value if this
-        value could not be changed in place. Old values that are numbers or texts are left out of
-        the second dict.
+        value could not be changed in place. Old values such as short numbers and texts are left out
+        of the second dict.
         """
         pairs = {
             name: (self._names[name], value)
@@ -604,8 +609,8 @@ def _clear_frames_of_call() -> bool:
     A profiler, or the control thread when it looks up the main thread's position, holds such frames
     for a moment. Their variables would keep the call's arguments alive on this rank alone, so that
     the next call would use the changed objects here and new objects on the other ranks. A frame
-    that belongs to the traceback of an exception keeps its variables, because the user has kept the
-    exception. Return True if frames were cleared.
+    keeps its variables if it belongs to a traceback, a generator or a coroutine that still exists,
+    because the user may have kept that object. Return True if frames were cleared.
     """
     # `WorkerKernel.run` has called `pop_ended_keys`, and `pop_ended_keys` this function.
     here = inspect.currentframe()
@@ -707,17 +712,17 @@ def _leads_to(top: Any, ids: Collection[int], names: dict[str, Any], deadline: f
 _PRESENT, _SWAPPED, _OF_A_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 """Bits of an entry of `/proc/PID/pagemap`, which has an entry for each page of memory.
 
-The man page proc_pid_pagemap(5) explains the bits. A process may always read its own.
+The man page proc_pid_pagemap(5) explains the bits. A process may read its own entries.
 """
 
 
 def are_written(address: int, size: int) -> bool:
     """Return False if this process has certainly not written to this memory since it was mapped.
 
-    The memory is a private mapping of a file. When the process writes to a page of such memory,
-    Linux makes a copy of the page, and this function looks for such copies. So it also returns True
-    if the process has written to other data on the same pages, and if Linux does not tell which
-    pages are copies.
+    This can be known of memory that is a private mapping of a file. When the process writes to a
+    page of such memory, Linux makes a copy of the page, and this function looks for such copies. So
+    it also returns True if the process has written to other data on the same pages, if the memory
+    is no mapping of a file, and if Linux does not tell which pages are copies.
     """
     first, last = address // mmap.PAGESIZE, -(-(address + size) // mmap.PAGESIZE)
     try:

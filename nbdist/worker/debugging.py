@@ -26,7 +26,7 @@ class CannotDebug(Exception):
 
 
 class RankDebugger:
-    """The debugger of this process; `DEBUGGER` is the only one."""
+    """The debugger of this process; `DEBUGGER` is the only object of this class."""
 
     def __init__(self) -> None:
         self._open_lock = threading.Lock()  # two requests of the agent may call `open` at once
@@ -40,7 +40,7 @@ class RankDebugger:
 
     @property
     def is_on(self) -> bool:
-        """Whether a client is connected and this process is being traced."""
+        """Whether a session of the debugger runs, for which the code of this process is traced."""
         return self._session is not None
 
     def open(self, path: str, loop: asyncio.AbstractEventLoop) -> None:
@@ -99,8 +99,8 @@ class RankDebugger:
                 session.end()
         finally:
             if self._loop is not None:
-                # The loop stops tracing on the main thread, between two tasks.  If a task runs now,
-                # `end_task` stops tracing at the end of the task.
+                # The loop stops tracing on the main thread when it runs next.  If a task keeps the
+                # main thread busy, `end_task` stops tracing at the end of the task.
                 with suppress(RuntimeError):  # the loop is closed: the worker exits
                     self._loop.call_soon_threadsafe(debugpy.stop_tracing)
             self._connection = None

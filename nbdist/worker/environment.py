@@ -125,7 +125,7 @@ def draw_bars_as_text() -> None:
 class Around:
     """Gives a rank the folder, `sys.path` and environment variables that the notebook has now.
 
-    If code on the rank changes a value, the change stays at least until the notebook changes the
+    If code on the rank changes a value, the change usually stays until the notebook changes the
     same value. `__init__` sets `sys.path`, so the worker must make its own imports before:
     otherwise it might import a `random.py` from the notebook's folder.
     """
@@ -149,8 +149,8 @@ class Around:
     def follow(self, around: Surroundings | None) -> None:
         """Change this rank's folder, `sys.path` and environment variables to the notebook's.
 
-        `around` has the notebook's present values, or is None if the notebook has changed nothing
-        since the world's start.
+        `around` has what the notebook has changed since the world's start. It is None if the
+        notebook has changed nothing.
         """
         if around == self._last_surroundings and not self._missing_folder:
             return
@@ -170,8 +170,8 @@ class Around:
         """Set or remove environment variables that the notebook has changed since the last call.
 
         `changes` has all of the notebook's changes since the world's start, with None for a removed
-        variable. The notebook's value replaces a value that was set on this rank. Only variables
-        that libraries set when they are imported (`SET_ON_IMPORT`) keep the value of this rank.
+        variable. The notebook's value replaces a value that code on this rank has set. Only if
+        libraries set the variable when they are imported (`SET_ON_IMPORT`), the rank's value stays.
         """
         last_changes, self._environ_changes = self._environ_changes, changes
         initial, absent = self._first_environ, object()
@@ -197,7 +197,7 @@ class Around:
 
         Also change to it if the folder of this rank was removed. `folder` is the notebook's folder
         now, and `first` its folder at the world's start. If this rank cannot change its folder, a
-        line on stderr says why, and each later task tries again.
+        line on stderr says why, once for each folder, and each later task tries again.
         """
         folder_here, current = moved_path(folder, first, self._world.cwd), _working_folder()
         if folder_here == self._folder_here and current is not None and not self._missing_folder:
@@ -301,8 +301,8 @@ class ModuleSource:
 class OwnModules(MetaPathFinder):
     """Finds out which modules of the user were edited since their import, and can reload them.
 
-    The object is the first finder in `sys.meta_path`. There it only records when each import
-    begins, and leaves it to the other finders to find the module.
+    The object is also a finder in `sys.meta_path`, before Python's own finders. There it only
+    records when each import begins, and leaves it to the other finders to find the module.
     """
 
     def __init__(self) -> None:
@@ -316,7 +316,7 @@ class OwnModules(MetaPathFinder):
     ) -> ModuleSpec | None:
         """Record when an import begins; Python calls this before it reads the module's file.
 
-        Returns None, so that Python asks its own finders for the module.
+        Returns None, so that Python asks the next finders for the module.
         """
         self._import_starts[fullname] = time.time_ns()
         return None
@@ -324,11 +324,11 @@ class OwnModules(MetaPathFinder):
     def pop_edited_files(self, before_ns: int, *, reloads: bool) -> tuple[str, ...]:
         """Return short paths of module files that were edited after their import, each edit once.
 
-        Edits after `before_ns`, when the task began, are left to a later call.
+        Edits after `before_ns`, the time when the task began, are left to a later call.
 
         `reloads` says whether `%autoreload` is on. If it is on, the result is empty, because
         `%autoreload` reloads edited files. But it does not reload files that were edited before it
-        was turned on: this method reloads them in its first call with `reloads`.
+        was turned on: this method reloads these files in its first call with `reloads`.
         """
         if reloads and not self._is_reloading:
             self.reload(before_ns)
@@ -371,9 +371,9 @@ class OwnModules(MetaPathFinder):
                 sys.modules.pop(name, None)
 
     def _find_edited(self, before_ns: int) -> dict[str, tuple[ModuleSource, int]]:
-        """Return the user's modules that were edited since their import, but before `before_ns`.
+        """Return the user's modules that were edited since their import, but not after `before_ns`.
 
-        For each module's name return its `ModuleSource` and the time of the edit.
+        The result has, by the module's name, its `ModuleSource` and the time of the edit.
         """
         # `sys.modules` has modules in the order in which their imports ended. So a module comes
         # after the modules on which it depends, and is reloaded after them.

@@ -41,7 +41,7 @@ WRITTEN: dict[Callable[..., Any], str] = {
     dist.reduce_scatter_tensor: "output",
     dist.scatter: "tensor",
 }
-"""For each collective, the name of the parameter into whose tensors it writes."""
+"""For functions of torch.distributed, the name of the parameter whose tensors they write."""
 
 _PARAMETERS = {inspect.unwrap(each).__code__: name for each, name in WRITTEN.items()}
 
@@ -52,7 +52,7 @@ AddressRange = tuple[int, int]
 
 
 def find_incomplete(error: BaseException, names: Mapping[str, Any]) -> Incomplete | None:
-    """Return the variables that an aborted collective may have filled in part, or None.
+    """Return the variables that an aborted collective may have filled in part; None for none.
 
     `error` is the exception that ended the task, and `names` has the rank's variables. If an object
     of the user raises an exception while it is searched, also return None.
@@ -81,8 +81,9 @@ def _find_parts(
 ) -> tuple[str, list[tuple[str, str]]]:
     """Return the name of the aborted operation, and the parts of variables that it may have filled.
 
-    `frames` are the calls in the task's tracebacks. Return "" and [] if no call among them is a
-    collective, a backward or a wait.
+    `frames` are the calls in the task's tracebacks. The parts are pairs, as in `_variables_in`. If
+    torch does not provide the tensors of a wait, the pair is ("a tensor of the call", ""). Return
+    "" and [] if no call is a function in `WRITTEN`, a backward or a wait.
     """
     is_in_torch = False
     for frame in frames:
@@ -110,11 +111,12 @@ def _result_of(work: dist.Work) -> object:
 
 
 def _variables_in(names: Mapping[str, Any], spans: list[AddressRange]) -> Iterator[tuple[str, str]]:
-    """Yield (part, name) for each variable in `names` with memory in the address ranges `spans`.
+    """Yield (part, name) for variables in `names` with memory in the address ranges `spans`.
 
-    The part is "gradients" or "parameters" for a module, and "" for any other value.
+    The part is "gradients" or "parameters" for a module, and "" for any other value. Names that
+    begin with an underscore are left out. Parameters that several modules share are searched once.
     """
-    # Ids of parameters that were found before: a DDP module has the parameters of the model in it.
+    # Ids of parameters that were searched: a DDP module has the parameters of the model in it.
     visited: set[int] = set()
     for name, value in names.items():
         if name.startswith("_"):
@@ -136,7 +138,11 @@ def _overlap(spans: Iterable[AddressRange], others: Iterable[AddressRange]) -> b
 
 
 def _spans_of(value: object) -> Iterator[AddressRange]:
-    """Yield the address range of each tensor and array in a value, also in lists and dicts."""
+    """Yield the address ranges of tensors and arrays in a value, also in lists, tuples and dicts.
+
+    At most `MAX_SEARCHED_PARTS` objects are searched. Tensors without plain memory, such as sparse
+    tensors, are left out.
+    """
     pending, visited = [value], set[int]()
     for _ in range(MAX_SEARCHED_PARTS):
         if not pending:

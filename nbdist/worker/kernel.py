@@ -95,8 +95,8 @@ class WorkerKernel(IPythonKernel):
         """Bind a task's variables, run the task, and return its outcome.
 
         SIGINT interrupts the task. An exception of the task becomes the `failure` of the outcome.
-        This method itself raises KeyboardInterrupt only if a second SIGINT comes while the first
-        one is handled.
+        This method itself raises KeyboardInterrupt if a second SIGINT comes while the first one is
+        handled.
         """
         started, began = time.perf_counter(), time.time_ns()
         # Collect the fields of the outcome in a dict, and make a single `Done` from it at the end.
@@ -183,14 +183,14 @@ class WorkerKernel(IPythonKernel):
         restore_crash_file()
 
     async def _perform(self, work: Work, context: Context) -> tuple[BaseException | None, Any]:
-        """Run a cell or an op; return (exception, value).
+        """Run a cell, a script or an op; return (exception, value).
 
-        The exception is None if none was raised. The value of a cell is the value of its last
-        expression. Raises KeyboardInterrupt if Stop interrupts IPython before or after the cell's
-        own code.
+        The exception is None if none was raised. The value of a cell is that of its last statement
+        if this is an expression, and otherwise None. Raises KeyboardInterrupt if Stop interrupts
+        IPython before or after the cell's own code.
         """
-        # Packed arguments may refer to objects that `end_idle` drops. So for a call with packed
-        # arguments, `receive_values` or `receive_plain` calls `end_idle` once it has read them.
+        # Packed arguments may refer to objects that `end_idle` drops. So do not call `end_idle`
+        # here for an op with packed arguments. `receive_values` calls it once it has read them.
         if not (isinstance(work, OpCall) and "packed" in work.arguments):
             self.namespace.counterparts.end_idle()
         if isinstance(work, CellCode):
@@ -297,7 +297,7 @@ class WorkerKernel(IPythonKernel):
         """Return the Jupyter message that is being handled, or a header with this rank's number.
 
         A worker gets its cells from the agent and not as Jupyter messages, so mostly there is no
-        message. `ipywidgets.Output` reads the `msg_id` in the header, which is the rank's number.
+        message. `ipywidgets.Output` reads the `msg_id` in the header, here the rank's number.
         """
         return super().get_parent(*channel) or {"header": {"msg_id": self.ident}}
 
@@ -344,7 +344,10 @@ class WorkerApp(IPKernelApp):
         return session
 
     def init_iopub(self, context: Any) -> None:
-        """Let zmq queue any number of output messages; by default zmq drops all beyond 1,000."""
+        """Make the iopub socket, on which zmq may queue any number of output messages.
+
+        By default zmq drops all messages beyond 1,000.
+        """
         context.sndhwm = 0
         publish_without_port()
         super().init_iopub(context)
@@ -359,13 +362,14 @@ class WorkerApp(IPKernelApp):
     def init_poller(self) -> None:
         """Do nothing; ipykernel's method would start a thread that watches the parent process.
 
-        A worker needs no such thread: Linux kills it when its parent exits (`die_with_parent`).
+        A worker needs no such thread: Linux kills the worker when its agent exits
+        (`die_with_parent`).
         """
 
     def init_code(self) -> None:
         """Do nothing; ipykernel's method would run IPython's start-up files.
 
-        The notebook runs the start-up files, and sends the variables that they bind.
+        The notebook runs the start-up files, and sends variables that they bind and cells use.
         """
 
 

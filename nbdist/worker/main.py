@@ -236,7 +236,8 @@ class Tasks:
     def ask(self, prompt: str, *, secret: bool, by_debugger: bool) -> InputReply:
         """Ask the user for a line of input, and wait for it; any thread may call this.
 
-        The reply has the text of the line, or a problem that kept the notebook from asking.
+        The reply has the text of the line, None as the text for the end of input, or a problem that
+        kept the notebook from asking.
         """
         if self._agent is None or os.getpid() != self._pid:
             return InputReply(0, problem=INPUT_IN_CHILD)
@@ -250,7 +251,7 @@ class Tasks:
         return self._wait_for_reply(ItemsWanted(self._session.mark_place(), tuple(outcomes)))
 
     def catch_up(self) -> None:
-        """Wait until the agent has read all output, at most `CATCH_UP_SECONDS`.
+        """Wait until the agent has read all earlier output, but at most `CATCH_UP_SECONDS`.
 
         Any thread may call this.
         """

@@ -53,8 +53,9 @@ MOVED_EVERY = 0.25  # seconds between two messages on how much of a big value ha
 class Taken:
     """Variables that this rank has received and not bound yet.
 
-    `keyed` lists the objects in the values that have a key. If the values are counterparts of
-    objects of the notebook, `arrived` is the message that brought them; otherwise it is None.
+    `values` has the values by name, or for a snapshot the contents of its file. If the notebook has
+    pushed the values, `arrived` is the message that brought them; otherwise it is None. If they
+    came from another rank, `keyed` lists the objects in them that have a key.
     """
 
     values: dict[str, Any]
@@ -66,8 +67,8 @@ class Taken:
 class Bound:
     """The result of `bind_received`: the names of the variables that were bound.
 
-    `replaced` has facts on the old values of these variables. `gained` has the keys of objects that
-    came from another rank.
+    `replaced` has, by name, facts on old values that could not be changed in place. `gained` has
+    the keys of objects that came from another rank.
     """
 
     names: frozenset[str]
@@ -144,10 +145,11 @@ class Namespace:
         return deleted
 
     def receive_values(self, payload: Payload) -> dict[str, Any]:
-        """Unpack the arguments of a function call, and return them by name; bind no variables.
+        """Unpack the function and the arguments of a call; bind no variables.
 
-        Objects in the arguments that have a key are registered, so that later messages of the
-        notebook can refer to them.
+        The result has the function with its arguments under "call", and under "names" the variables
+        that came with them. Objects in the arguments that have a key are registered, so that later
+        messages of the notebook can refer to them.
         """
         try:
             arrived = self.read(payload)
@@ -260,7 +262,7 @@ class Namespace:
         return self._identities
 
     def changes_since(self, before: Mapping[str, Identity]) -> tuple[set[str], set[str]]:
-        """Return the names that were bound anew, and those that were deleted, since `before`.
+        """Return two sets: the names that were bound anew since `before`, and those deleted.
 
         `before` is the result of `snapshot`.
         """
@@ -335,10 +337,11 @@ class Namespace:
         return frozenset(bound)
 
     def fetch(self, expressions: Sequence[str], task_id: str) -> Payload:
-        """Pack the values of expressions for the notebook; CUDA tensors become CPU tensors.
+        """Pack the values of expressions for the notebook, by expression.
 
-        Raises VariableError if an expression raises an exception, or if a value cannot be packed. A
-        big payload occupies memory of this machine until `release_values` or the next task.
+        CUDA tensors become CPU tensors. Raises VariableError if an expression raises an exception,
+        or if a value cannot be packed. A big payload occupies memory of this machine until
+        `release_values` or the next task.
         """
         values = {}
         for expression in expressions:
@@ -424,7 +427,7 @@ class Namespace:
         """Pack the last value of a cell if it is small; keep nothing.
 
         Return (packed value, None) for a small value, (None, 0) for a value that is big or cannot
-        be packed, and (None, None) for the value None. A big value is not copied.
+        be packed, and (None, None) for the value None. Big tensors are not copied.
         """
         if value is None:
             return None, None
@@ -535,7 +538,7 @@ class Context:
         return names
 
     def lend(self, value: Any, home: ReturnReducer | None = None) -> Payload:
-        """Pack a value for the notebook, as `Namespace.lend` does, as a value of this task."""
+        """Pack a value of this task for the notebook, by `Namespace.lend`."""
         return self.namespace.lend(value, self.task_id, home or ReturnReducer())
 
     def record_changes(self) -> ExitStack:
@@ -579,7 +582,8 @@ def import_ops() -> Mapping[str, ModuleType | Exception]:
 def find_op(name: str) -> Callable[..., Any]:
     """Return the function of an op: for "snapshot.write", `write` of the module `snapshot`.
 
-    A name without a dot names both the module and its function.
+    A name without a dot names both the module and its function. Raises ImportError if this rank has
+    no such module.
     """
     module_name, _, function_name = name.partition(".")
     op_module = import_ops().get(module_name)

@@ -104,8 +104,8 @@ class Probe:
     def locate_briefly(self) -> RankPosition:
         """Return the main thread's position with only its line, file and collective.
 
-        Each further field costs a system call, after which the control thread may wait 5 ms for the
-        GIL.
+        The other fields need more system calls, and after each of these the control thread may wait
+        5 ms for the GIL.
         """
         return self._locate(self._stack())
 
@@ -322,7 +322,7 @@ def frames_of(ident: int) -> Iterator[FrameType]:
 def awaiting_frames(loop: asyncio.AbstractEventLoop, cells: Mapping[str, int]) -> list[FrameType]:
     """Return the frames of a cell that awaits something, the innermost first.
 
-    Return [] if no cell awaits anything.
+    `cells` has the numbers of cells by their file names. Return [] if no cell awaits anything.
     """
     for task in asyncio.all_tasks(loop):
         frames = list(_frames_of_coroutine(task.get_coro()))
@@ -344,7 +344,10 @@ def _frames_of_coroutine(coroutine: Any) -> Iterator[FrameType]:
 
 
 def describe_frame(frame: FrameType, cells: Mapping[str, int]) -> StackFrame:
-    """Describe a frame; for a cell's frame add the source line, which the agent cannot read."""
+    """Describe a frame; for a cell's frame add the source line, which the agent cannot read.
+
+    `cells` has the numbers of cells by their file names.
+    """
     file, line = frame.f_code.co_filename, frame.f_lineno or 0
     function = function_name(frame.f_code.co_name)
     if file not in cells:

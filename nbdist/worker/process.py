@@ -42,9 +42,9 @@ DATA_LOADER = "torch.utils.data.dataloader"
 
 
 class BadEnvironment(Exception):
-    """An environment variable of the user keeps the worker from starting.
+    """The worker cannot start because of its environment, such as a variable that the user has set.
 
-    The message is a single line for the user.
+    The message is for the user.
     """
 
 
@@ -75,7 +75,10 @@ def limit_descriptors() -> None:
 
 
 def is_ready(fd: socket.socket | int, ms: float | None = None, event: int = select.POLLIN) -> bool:
-    """Wait for an event, at most `ms` milliseconds if given; return True if the event came."""
+    """Wait for an event on a descriptor, by default for data to read; return True if it came.
+
+    Wait at most `ms` milliseconds if given, and otherwise without a limit.
+    """
     # Not `select`, which fails with descriptors from 1,024 on.
     poller = select.poll()
     poller.register(fd, event)
@@ -171,9 +174,10 @@ class Interrupts:
 
 
 def system_call() -> list[bytes]:
-    """Return the number and arguments of the system call in which the main thread waits.
+    """Return what Linux tells about the system call in which the main thread waits.
 
-    Returns [b"running"] if the thread does not wait, and [] if Linux does not name the call.
+    The first item is the number of the call; its arguments follow. Returns [b"running"] if the
+    thread does not wait, and [] if Linux tells nothing.
     """
     # The process id is also the number of the main thread. `native_id` may be wrong: in Python 3.11
     # a forked process inherits the `native_id` of its parent.
@@ -229,7 +233,8 @@ MAX_WAITS = 4_000  # newest waits whose times are kept; all waits are counted
 class CellTimes:
     """Times of the last cell, script or function call, and of its waits for other ranks.
 
-    All times are in nanoseconds since 1970. The kernel runs each cell inside of `with CELL_TIMES:`.
+    Moments are in nanoseconds since 1970. `count` is the number of waits, and `waited_ns` their
+    whole length. The kernel runs each cell inside of `with CELL_TIMES:`.
     """
 
     # Do not use `contextlib`, which sets attributes of the exceptions that pass through a context:
@@ -325,7 +330,10 @@ def write_mark(token: str, value: Mark) -> None:
 
 
 def flush_streams() -> None:
-    """Flush Python's and C's stdout and stderr, and restore those that a cell has closed."""
+    """Flush Python's and C's stdout and stderr, and restore those that a cell has removed.
+
+    A cell can bind `sys.stdout` or `sys.stderr` to None, or close descriptor 1 or 2.
+    """
     for name, stream in _own_streams.items():
         if getattr(sys, name) is None:  # a cell has set it to None, and now no cell could run
             setattr(sys, name, stream)
@@ -352,7 +360,7 @@ class _Bytes(io.RawIOBase):
 
     Both streams write to one pipe, because nobody could tell the order of bytes in two pipes. A
     mark before and a mark after the bytes of stderr tell the agent that they are stderr's. If a
-    cell has redirected descriptor 1 or 2, the bytes of this stream go to the cell's file instead.
+    cell has redirected the stream's descriptor, 1 or 2, the bytes go to the cell's file instead.
     """
 
     def __init__(self, name: StreamName, token: str) -> None:

@@ -87,7 +87,7 @@ class LargeOutputs:
         """How many characters the task may display until `SMALL_DISPLAY` is the limit."""
 
     def limit_content(self, kind: str, content: Any) -> Any:
-        """Return a message's content; if it has large data, a copy with notes in place of the data.
+        """Return a message's content; if it is too large, a short copy that says what is left out.
 
         `kind` is the Jupyter type of the message, such as "error". Only errors and displays are
         limited. Content of the wrong type is returned as it is, as user code can publish anything.
@@ -132,7 +132,7 @@ class LargeOutputs:
     def _save(self, name: str, suffix: str, text: str) -> str:
         """Save text to a new file, and return the end of a note: `: PATH` or `: HOST:PATH`.
 
-        The file is called `name`, a number and `.suffix`. Returns "" if the text was not saved.
+        The file's name is `NAME-NUMBER.SUFFIX`. Returns "" if the text was not saved.
         """
         if self.folder is None or len(text) > self._file_room:
             return ""
@@ -183,7 +183,7 @@ class MarkingSession(Session):
 
     token = ""
     announced_error: tuple[BaseException | None, Mapping[str, object]] = None, {}
-    """The exception whose traceback is being shown, and fields to add to the message with it."""
+    """The exception whose traceback is being shown, and fields to add to the message about it."""
     large_outputs = LargeOutputs(None)
     catch_up: Callable[[], None] | None = None
     """A function that waits until the agent has read all output.
@@ -214,8 +214,9 @@ class MarkingSession(Session):
     ) -> Any:
         """Send a message on a socket, as jupyter_client's `Session.send`; any thread may call this.
 
-        Large data is saved to files instead. A message of a type in `ORDERED` gets a mark. Sends
-        nothing and returns None in a forked child, and while the process exits.
+        Displays and errors that are too large are replaced by shorter ones (`LargeOutputs`). A
+        message of a type in `ORDERED` gets a mark. Sends nothing and returns None in a forked
+        child, and once the socket was closed because the process exits.
         """
         if os.getpid() != self.pid:
             # Send nothing from a forked child: if another thread held the lock at the fork, the

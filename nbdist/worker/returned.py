@@ -1,7 +1,6 @@
 """Pickles a rank's sharded values for the notebook, and keeps the big last values of cells.
 
-Runs on the main thread of each worker. `Namespace` and the ops for values and snapshots use this
-file.
+Runs in each worker. `Namespace` and the ops for values and snapshots use this file.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ def as_before_fsdp(module: Any) -> tuple[type, dict[str, Any] | None]:
     return kind, seam.without_fsdp(state)
 
 
-# --- last values of cells, kept until the notebook asks for them ------------------------------
+# --- last values of cells, kept because the notebook may ask for them -------------------------
 
 MAX_KEPT_RESULTS = 16
 MAX_KEPT_BYTES = 1 << 30  # the limit for all kept values of a rank; the newest value always stays
@@ -149,10 +148,10 @@ CLEANED = "is gone: `%dist_memory --free` released it"
 
 
 class KeptValues:
-    """Keeps the big last values of cells, packed, until the notebook requests them.
+    """Keeps the big last values of cells, packed, so that the notebook can request them later.
 
-    Each value is kept under the id of the cell's task. In place of a value that could not be packed
-    or was released, the reason is kept, as a text for the user.
+    Each value is kept under the id of the cell's task. In place of a value that could not be
+    packed, or that the user has released, the reason is kept as a text for the user.
     """
 
     def __init__(self) -> None:
@@ -161,7 +160,7 @@ class KeptValues:
     def keep(self, task_id: str, value: Segment | str) -> None:
         """Keep a value, or the reason why it is not available.
 
-        Release the oldest values beyond `MAX_KEPT_RESULTS` and `MAX_KEPT_BYTES`.
+        Release the oldest values beyond `MAX_KEPT_RESULTS` or `MAX_KEPT_BYTES`, but never `value`.
         """
         self._values[task_id] = value
         count = size = 0

@@ -68,7 +68,7 @@ class CellEvents(EventManager):
     """
 
     def trigger(self, event: str, *args: Any, **kwargs: Any) -> None:
-        """Call the callbacks of an event; if a callback raises an exception, show it and go on."""
+        """Call the callbacks of an event; if one raises an `Exception`, show this and go on."""
         for function in [*self.callbacks[event]]:
             try:
                 function(*args, **kwargs)
@@ -123,7 +123,7 @@ class WorkerShell(AnnouncesErrors):
 
         IPython itself stores no result if Stop comes before the first line of the cell or after its
         last line. If IPython has stored a result with the cell's exception, this result stays. The
-        returned result may be less useful: it can have an error of drawing the traceback instead.
+        returned result may have another exception, which was raised while the traceback was drawn.
         """
         result: ExecutionResult = super().run_cell(*args, **kwargs)
         if self.last_execution_result is None or self.last_execution_result.success:

@@ -129,7 +129,7 @@ class StepCounter:
     def _wait_for_stop_step(self) -> None:
         """Wait until `stop_at` or `release` is called, at most `MAX_HOLD_SECONDS` after `hold`.
 
-        Raise KeyboardInterrupt if the step that begins now is the step of `stop_at`.
+        Raise KeyboardInterrupt if the step of `stop_at`, or a later step, begins now.
         """
         self._is_waiting = True
         try:
@@ -150,7 +150,7 @@ class StepCounter:
 
         If a step runs, `after_step` raises the KeyboardInterrupt once the step has ended. A second
         SIGINT interrupts the step itself. The step is also interrupted if it has not ended after
-        `MAX_DEFERRAL` seconds.
+        `MAX_DEFERRAL` seconds, or if `raise_at_once` was called.
         """
         self.on_sigint()
         self._is_held = False

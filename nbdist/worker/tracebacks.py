@@ -40,7 +40,7 @@ from nbdist.worker.namespace import Problem
 from nbdist.worker.ops.memory import account
 
 MAX_FAILURE_LENGTH = 1 << 16
-"""Characters of an exception's message that are sent; the rest is left out."""
+"""The most characters of an exception's message that are sent; the rest is left out."""
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
 HIDDEN_FOLDERS = tuple(os.path.join(PACKAGE, room) + os.sep for room in ("worker", "tools"))
@@ -95,10 +95,10 @@ def classes_of(kind: type[BaseException]) -> tuple[str, ...]:
 
 
 def short_traceback(tb: TracebackType | None) -> list[str]:
-    """Return a traceback as plain text, with one line for each call.
+    """Return a traceback as lines of plain text, one line for each call.
 
-    The line for a call in a cell has the cell's code. Calls of nbdist and of debuggers are left
-    out, and many recursive calls become one line.
+    The line for a call in a cell has the code that ran. Calls of nbdist (`HIDDEN_FOLDERS`) and of
+    debuggers are left out, and many recursive calls become one line.
     """
     cells = cell_numbers()
     lines = []
@@ -158,7 +158,7 @@ def find_recursions(calls: Sequence[Hashable]) -> Iterator[tuple[int, int, str]]
 
 
 def without_recursion(tb: TracebackType | None) -> TracebackType | None:
-    """Replace each run of repeated calls in a traceback by a stand-in call.
+    """Return a traceback with a stand-in call in place of each run of repeated calls.
 
     `format_folded` later shows the stand-in as a line of text. Without stand-ins IPython would take
     seconds to draw a thousand calls, and show them all.
@@ -447,9 +447,9 @@ def unfit_reason(rank: int, error: BaseException) -> str:
 # --- the exception itself, for the notebook ---------------------------------------------------
 
 MAX_ARGUMENT_BYTES = 1 << 14
-"""The most bytes of an argument or attribute of an exception that are sent to the notebook.
+"""The most bytes of an exception's argument or attribute that is sent to the notebook.
 
-Larger values are data and not messages.
+Larger values are not sent: they are data and not messages.
 """
 
 NOT_SENT = {"__dict__", "__weakref__", "__notes__", "obj"}
@@ -459,10 +459,11 @@ NOT_SENT = {"__dict__", "__weakref__", "__notes__", "obj"}
 def contents_of(error: BaseException, namespace: dict[str, Any]) -> Payload:
     """Pack the arguments and attributes of an exception, for the notebook.
 
-    An argument that is too large or cannot be pickled is replaced by its `repr`. An attribute that
-    is too large or cannot be pickled is left out. From the arguments and attributes the notebook
-    makes the exception again, without running code of its class (`nbdist.errors.bare`). If the
-    class does not allow this, the exception is also pickled as a whole.
+    An argument that is too large or cannot be pickled is replaced by the beginning of its `repr`.
+    An attribute that is too large or cannot be pickled is left out. From the arguments and
+    attributes the notebook makes the exception again, without running code of its class
+    (`nbdist.errors.bare`). If the class does not allow this, the exception is also pickled as a
+    whole, unless it is too large or cannot be pickled.
     """
     args = [
         _pack_value(arg, namespace) or _pack_value(_repr_of(arg), namespace) for arg in error.args

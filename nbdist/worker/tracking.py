@@ -57,11 +57,11 @@ def track(*, step: float | None = None, **numbers: Any) -> None:
     The cell's panel and `%dist_plot` show the numbers of all ranks as curves, and
     `world.tracked("loss")` returns them as a table.  Without `step`, the step of a number is how
     often its name was tracked before in the cell.  A value can be a number of Python or numpy, or
-    a tensor of one element.  A tensor on a GPU is copied there, and read only when the number is
-    sent.  In a process that is no worker the function does nothing.
+    a tensor of one element.  A tensor on a GPU is copied there, and read only later.  In a process
+    that is no worker the function does nothing.
 
-    Raises TypeError for a value that is no number.  Raises ValueError for a step that is NaN,
-    infinite or beyond 2e18, and for a name that cannot be sent as UTF-8.
+    Raises TypeError for a value or step that is no number.  Raises ValueError for a step that is
+    NaN, infinite or beyond 2e18, and for a name that cannot be sent as UTF-8.
     """
     if _send is None:
         return
@@ -247,16 +247,16 @@ def _warn(text: str) -> None:
 def _merge_points(
     points: list[TrackedPoint], limit: int, last_step: float | None
 ) -> Iterator[TrackedPoint]:
-    """Merge neighbouring points, and yield about `limit` new points, at most twice as many.
+    """Merge neighbouring points, and yield about `limit` new points, at most about twice as many.
 
-    Each new point covers a range of steps. All ranges have the same width, and begin at multiples
-    of the width, so that they are the same on all ranks. There are two exceptions. A range that
-    would begin before `last_step`, the last step that was sent, begins at `last_step`. And a range
-    begins at the first number that is NaN or infinite, because the notebook shows the step of this
-    number.
+    Each new point covers a range of steps. All ranges have the same width, a power of two, and
+    begin at multiples of the width, so that ranges of all ranks fit together. There are two
+    exceptions. A range that would begin before `last_step`, the last step that was sent, begins at
+    `last_step`. And a range begins at the first number that is NaN or infinite, because the
+    notebook shows the step of this number.
 
-    If the steps go back and forth, this would give too many ranges. Then each new point covers the
-    same number of old points instead, and begins at the lowest step among them.
+    If the steps go back and forth, this would give too many ranges. Then new points cover equally
+    many old points instead, the last one perhaps fewer, and begin at the lowest step among them.
     """
     first, span = points[0][0], abs(points[-1][0] - points[0][0])
     min_width = max(MIN_STEP_WIDTH, span / (limit - 1))
