@@ -18,7 +18,7 @@ from typing import Any
 def become_spawned_worker() -> None:
     """Read a `WorkerStart` from stdin, and become the worker that it describes; never returns.
 
-    stdin first becomes /dev/null, so that user code finds no input there.
+    Before user code runs, stdin becomes /dev/null, so that this code finds no input there.
     """
     from nbdist.worker.main import become_worker
     from nbdist.worker.process import die_with_parent

@@ -142,7 +142,7 @@ class Counterparts:
         """Accept a message with the arguments of a call, as `accept` does.
 
         After a call, reference cycles or frames of the call may keep new objects of the message
-        alive on some ranks only. So `pop_ended_keys` then tries to free these objects, so that all
+        alive on some ranks only. Then `pop_ended_keys` tries to free these objects, so that all
         ranks have the same objects again.
         """
         self.accept(arrived)
@@ -209,8 +209,8 @@ class Counterparts:
     def _write_block(self, key: int, contents: Any) -> None:
         """Write new contents into the memory that has this key; do nothing if it has ended."""
         root = self._find(key)
-        # The tensors that used this memory have ended, or have other memory by now. In that case
-        # they get their data by updates of their own.
+        # The tensors that used this memory have ended, or have other memory by now. In the latter
+        # case they get their data by updates of their own.
         if root is None:
             return
         new = np.frombuffer(contents, np.uint8)
@@ -722,7 +722,7 @@ def are_written(address: int, size: int) -> bool:
     This can be known of memory that is a private mapping of a file. When the process writes to a
     page of such memory, Linux makes a copy of the page, and this function looks for such copies. So
     it also returns True if the process has written to other data on the same pages, if the memory
-    is no mapping of a file, and if Linux does not tell which pages are copies.
+    is no mapping of a file, or if Linux does not tell which pages are copies.
     """
     first, last = address // mmap.PAGESIZE, -(-(address + size) // mmap.PAGESIZE)
     try:

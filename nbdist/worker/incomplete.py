@@ -52,7 +52,7 @@ AddressRange = tuple[int, int]
 
 
 def find_incomplete(error: BaseException, names: Mapping[str, Any]) -> Incomplete | None:
-    """Return the variables that an aborted collective may have filled in part; None for none.
+    """Return the variables that an aborted collective may have filled in part, or None.
 
     `error` is the exception that ended the task, and `names` has the rank's variables. If an object
     of the user raises an exception while it is searched, also return None.

@@ -190,7 +190,8 @@ class WorkerKernel(IPythonKernel):
         IPython before or after the cell's own code.
         """
         # Packed arguments may refer to objects that `end_idle` drops. So do not call `end_idle`
-        # here for an op with packed arguments. `receive_values` calls it once it has read them.
+        # here for an op with packed arguments. If the op is a call of a function, `receive_values`
+        # calls `end_idle` once it has read the arguments.
         if not (isinstance(work, OpCall) and "packed" in work.arguments):
             self.namespace.counterparts.end_idle()
         if isinstance(work, CellCode):

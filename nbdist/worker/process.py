@@ -233,8 +233,9 @@ MAX_WAITS = 4_000  # newest waits whose times are kept; all waits are counted
 class CellTimes:
     """Times of the last cell, script or function call, and of its waits for other ranks.
 
-    Moments are in nanoseconds since 1970. `count` is the number of waits, and `waited_ns` their
-    whole length. The kernel runs each cell inside of `with CELL_TIMES:`.
+    Moments are in nanoseconds since 1970. `waits` has the begin and end of the newest waits.
+    `count` and `waited_ns` are the number and the total time of all waits. The kernel runs each
+    cell inside of `with CELL_TIMES:`.
     """
 
     # Do not use `contextlib`, which sets attributes of the exceptions that pass through a context:

@@ -149,8 +149,8 @@ class StepCounter:
         """Raise KeyboardInterrupt, at once or at the end of the optimizer step that runs now.
 
         If a step runs, `after_step` raises the KeyboardInterrupt once the step has ended. A second
-        SIGINT interrupts the step itself. The step is also interrupted if it has not ended after
-        `MAX_DEFERRAL` seconds, or if `raise_at_once` was called.
+        SIGINT, or any SIGINT after `raise_at_once`, interrupts the step itself. The step is also
+        interrupted if it has not ended after `MAX_DEFERRAL` seconds.
         """
         self.on_sigint()
         self._is_held = False

@@ -56,9 +56,9 @@ def track(*, step: float | None = None, **numbers: Any) -> None:
 
     The cell's panel and `%dist_plot` show the numbers of all ranks as curves, and
     `world.tracked("loss")` returns them as a table.  Without `step`, the step of a number is how
-    often its name was tracked before in the cell.  A value can be a number of Python or numpy, or
-    a tensor of one element.  A tensor on a GPU is copied there, and read only later.  In a process
-    that is no worker the function does nothing.
+    often its name was tracked without `step` before in the cell.  A value can be a number of Python
+    or numpy, or a tensor of one element.  A tensor on a GPU is copied there, and read only later.
+    In a process that is no worker the function does nothing.
 
     Raises TypeError for a value or step that is no number.  Raises ValueError for a step that is
     NaN, infinite or beyond 2e18, and for a name that cannot be sent as UTF-8.
