@@ -26,7 +26,7 @@ from nbdist.world.world import World
 # --- which lines of a cell in auto mode run in the notebook, and which on the ranks -----------
 
 RunTarget = Literal["here", "there", "both", "command"]
-"""Where a line runs: in the notebook ("here"), on the ranks ("there"), or on both sides.
+"""Where a line runs: in the notebook ("here"), on the ranks ("there"), or on both sides ("both").
 
 "command" stands for a command of the system, for which `_place_of` chooses a side.
 """
@@ -57,11 +57,12 @@ REASONS: dict[RunTarget, dict[str, str]] = {
 }
 """Line magics by the place where they run, and then by the reason for that place.
 
-Any other line magic runs on the ranks, unless only the notebook has the magic (`SideRules`).
+Any other line magic runs on the ranks, unless only the notebook has the magic (`SideRules`).  Lines
+such as `%load_ext nbdist` and `%config NbDist.seconds = "all"` run only in the notebook.
 
-A "command" runs once, in the notebook: if each rank ran the command, each would copy or remove the
-same files.  The command runs on the ranks if its output is assigned to a variable, or if the name
-in `{path}` or `$path` is a variable of the ranks or occurs in the lines above.
+A "command" usually runs once, in the notebook: if each rank ran the command, each would copy or
+remove the same files.  But the command runs on the ranks if its output is assigned to a variable,
+or if the name in `{path}` or `$path` is a variable of the ranks or occurs in the lines above.
 """
 
 CELLS_HERE = {
@@ -72,10 +73,10 @@ CELLS_HERE = {
     " python2 python3 system sx cmd !",
     "has one client for all": "sql bigquery",
 }
-"""Cell magics that always run in the notebook, by the reason."""
+"""Cell magics that always run in the notebook, by the reason why."""
 
-# A cell with one of these cell magics runs in the notebook if all of its other lines run there, and
-# on the ranks otherwise.
+# A cell with one of these cell magics runs in the notebook if it has code below the magic, and all
+# of that code runs only in the notebook.  Otherwise the cell runs on the ranks.
 WRAPPING_MAGICS = ("time", "capture")
 # The arguments with which `%config` runs only in the notebook: nbdist's own settings, or none.
 OWN_SETTINGS = re.compile(r"\s*(NbDist\b|$)")
@@ -97,9 +98,10 @@ _COMMAND_LINE = re.compile(
 class SideRules:
     """The functions by which `split_cell` decides where the lines of a cell run.
 
-    `is_on_ranks` returns True for a name if the ranks have a variable of this name.
-    `is_notebook_magic` returns True for a magic, such as `%name` or `%%name`, that only the
-    notebook has.
+    `is_on_ranks` returns True for a name that belongs to the ranks: each worker has its own, a cell
+    has bound it on a rank since the notebook bound it, or only ranks have it.  `is_notebook_magic`
+    returns True for a magic, such as `%name` or `%%name`, that the notebook has and that ranks
+    probably lack.
     """
 
     is_on_ranks: Callable[[str], bool] = lambda name: False
@@ -149,9 +151,12 @@ def split_cell(code: str, side: SideRules) -> list[CellPart]:
 def join_parts(code: str, parts: list[CellPart], magic: str) -> str:
     """Return code for the notebook that runs its own parts, and sends the other parts to the ranks.
 
-    `code` is the cell as typed.  `magic` is the name and the options of the cell magic that sends
-    a part.  Lines keep their numbers, so that tracebacks are right.  The numbers are higher only
-    below a line that runs on both sides, because the call of the magic needs a line of its own.
+    `code` is the cell as typed, and `parts` are its parts from `split_cell`.  `magic` is the name
+    and the options of the cell magic that sends a part to the ranks.
+
+    Lines keep their numbers, so that tracebacks are right.  There is one exception: if the notebook
+    runs all lines of a part for the ranks too, the call of the magic needs a line of its own, and
+    the lines of the notebook below it get higher numbers.
     """
     if len(parts) == 1:
         return code if parts[0].is_here else f"%%{magic}\n{code}"
@@ -165,8 +170,8 @@ def join_parts(code: str, parts: list[CellPart], magic: str) -> str:
         last = part.first + len(part.text.splitlines()) - 1
         text = "#\n" * part.first + part.text
         call = f"get_ipython().run_cell_magic({name!r}, {options!r}, {text!r})"
-        # The call takes the first line that the notebook does not run.  If the notebook runs all
-        # lines of the part too, the call is added below the last of them.
+        # The call takes the first line of the part that the notebook does not run.  If the notebook
+        # runs all lines of the part too, the call is added below the last of them.
         at = next((at for at in range(part.first, last + 1) if not lines[at]), last)
         lines[at] = f"{lines[at]}\n{call}" if lines[at] else call
     return "\n".join(lines)
@@ -179,10 +184,10 @@ def _rank_parts(lines: list[str], first: int, end: int) -> list[CellPart]:
 
 
 def _magics(lines: list[str], side: SideRules) -> Iterator[tuple[int, int, RunTarget]]:
-    """Yield the place and the target of each top-level magic or command that the notebook runs.
+    """Yield the lines and the target of each top-level magic or command that the notebook runs.
 
-    The place is the index of the magic's first line, and the index after its last line.  The target
-    is "here" or "both".
+    Each yielded tuple has the index of the magic's first line, the index after its last line, and
+    the target "here" or "both".
     """
     remaining, end = [*lines], 0
     while True:
@@ -236,7 +241,7 @@ def _statement_rows(lines: list[str]) -> Iterator[int]:
 
 # --- wrapping the methods that run a cell ---------------------------------------------------------
 
-TAG = "distributed"  # a cell with this tag needs no magic; JupyterLab sends tags with the cell
+TAG = "distributed"  # a cell with this tag runs on ranks without a magic; JupyterLab sends tags
 
 _LOAD_EXT = re.compile(r"^%(?:re)?load_ext\s+([\w.]+)", re.MULTILINE)
 

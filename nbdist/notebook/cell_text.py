@@ -39,7 +39,7 @@ _ROOT_NAME = re.compile(
 )
 """Matches the expression at the end of a text, such as `losses`, `losses[0].it` or `config["l`.
 
-The expression is a name with any attributes, calls and items, and perhaps an unfinished key.
+The expression is a name, perhaps with attributes, calls and items, and with an unfinished key.
 """
 
 
@@ -54,7 +54,7 @@ class AutoMode:
     pool: str | None = None
     running: str = ""  # the code that runs in place of the last cell; "" if the cell itself runs
     typed: str = ""  # the last cell as the user typed it
-    ran: dict[int, str] = field(default_factory=dict)  # code that replaced a cell, by its number
+    ran: dict[int, str] = field(default_factory=dict)  # code that replaced cells, by cell number
     loaded: set[str] = field(default_factory=set)  # packages of extensions that cells have loaded
 
 
@@ -80,8 +80,8 @@ class MagicLine:
     def ranks(self) -> str | None:
         """The text in the line that selects ranks, such as `0,2-3`; None if no text does.
 
-        After `%%rank` it is the line without `--pool NAME`.  After other magics it is the value of
-        `-r`.
+        After `%%rank` it is the line without `--pool NAME` and without blanks.  After other magics
+        it is the value of `-r`; several values are joined by commas.
         """
         if self.name == "rank":
             return "".join(POOL.sub(" ", self.text).split()) or None
@@ -91,7 +91,7 @@ class MagicLine:
 def cell_magic(code: str) -> MagicLine | None:
     """Return the cell magic that begins a cell, perhaps below comments and blank lines.
 
-    Returns None if the cell has no cell magic.
+    Returns None if the cell begins with other code.
     """
     match = _FIRST.match(code)
     if match is None:
@@ -151,11 +151,12 @@ LineMagic = tuple[str, str, str]
 
 
 def transform_first_lines(lines: list[str], *, local_is_plain: bool = True) -> list[str]:
-    """Return the lines with a cell magic of nbdist moved to the first line, as IPython requires.
+    """Return a cell's lines with nbdist's cell magic as the first line, as IPython requires.
 
-    Comments and `%load_ext nbdist` above the magic move below it, as comments, so that all other
-    lines keep their numbers.  A cell whose magic is below other code becomes a line that raises an
-    error.
+    Blank lines, comments and `%load_ext nbdist` above the magic move below it, and `%load_ext`
+    becomes a comment, so that all other lines keep their numbers.  A cell whose magic is below
+    other code becomes a line that raises an error.  A cell without a cell magic of nbdist is
+    returned unchanged.
 
     `%%rank[0,1]` of nbdistributed becomes `%%rank 0,1`.  `%%distributed -h` without more lines,
     which IPython refuses, becomes `%dist_help distributed`.  With `local_is_plain`, `%%local`
@@ -182,10 +183,10 @@ def transform_first_lines(lines: list[str], *, local_is_plain: bool = True) -> l
 
 
 def find_misplaced_magic(lines: Sequence[str]) -> tuple[str, int] | None:
-    """Return name and line number of nbdist's first cell magic that is below other code.
+    """Return the name and the line number of the first cell magic of nbdist below other code.
 
-    Returns None if there is no such magic, and for a cell that begins with a cell magic of another
-    package.
+    Returns None if there is no such magic, or if a cell magic of another package begins the cell or
+    the lines below nbdist's own magic.
     """
     begin = _count_above(lines)
     is_first = begin < len(lines) and _CELL_MAGIC_LINE.fullmatch(lines[begin]) is not None
@@ -374,7 +375,10 @@ def _compiled(python: str) -> ast.Module:
 
 
 def check_magics(module: ast.Module) -> None:
-    """Raise UsageError if a cell for the ranks has a line magic of nbdist, or loads nbdist."""
+    """Raise UsageError if a cell for the ranks has a magic of nbdist, or loads or unloads nbdist.
+
+    `module` is the cell's syntax tree, in which IPython has turned magics into calls.
+    """
     for node in ast.walk(module):
         match node:
             case ast.Call(
@@ -404,9 +408,9 @@ def refuse_magic(shell: InteractiveShell, name: str, text: str) -> None:
     """Raise the error that a cell magic is below other code.
 
     IPython takes `%%distributed` in the middle of a cell for a line magic named `%distributed`, so
-    this function is registered as that line magic.  `text` says where the cell magic is, such as
-    "at line 3".  It does not if IPython had transformed the cell before nbdist was loaded.  Then
-    this function looks for the line itself.
+    this function is registered as that line magic.  If nbdist has transformed the cell, `text` says
+    where the cell magic is, such as "at line 3".  If IPython has transformed the cell before nbdist
+    was loaded, `text` is the rest of the magic's line, and this function looks for the line itself.
     """
     cell = [*shell.history_manager.input_hist_raw][-1]  # type: ignore[union-attr]
     place = find_misplaced_magic(cell.splitlines(keepends=True))
@@ -415,7 +419,7 @@ def refuse_magic(shell: InteractiveShell, name: str, text: str) -> None:
 
 
 def in_notebook_lines(first_line: str, cell: str) -> str:
-    """Return the source to send to ranks: the cell, below the line of its magic as a comment.
+    """Return the source to send to ranks: the magic's line as a comment, and the cell below it.
 
     With the comment, lines have the same numbers as in the notebook.  No comment is added if the
     cell begins with another cell magic, which must be on the first line, or if `first_line` is "",

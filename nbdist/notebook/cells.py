@@ -152,12 +152,12 @@ def attempt_steps(
     options: argparse.Namespace,
     setup: str = "",
 ) -> CellSteps:
-    """Run a cell and show its output; with `--max-restarts`, run a cell that has failed again.
+    """Run a cell and show its output; with `--max-restarts`, repeat a cell that has failed.
 
     This generator yields after each step (`CellSteps`), and returns the cell's result, or the error
-    of the last attempt.  It does not raise the error: a rank may have raised StopIteration, which
-    no generator can raise.  `pack` plans which variables are sent with the cell.  `setup` is the id
-    or the text of a cell that new workers will run too, and "" for other cells.
+    of the last attempt.  It does not raise that error: a rank may have raised StopIteration, which
+    a generator cannot raise.  `pack` plans which variables are sent with the cell.  `setup` is the
+    id or the text of a cell that new workers will run too, and "" for other cells.
 
     Each attempt gets the notebook's variables, as the first attempt did, even if a failed attempt
     has bound their names on the ranks.  Restarted ranks are sent the variables that they lack.
@@ -188,8 +188,8 @@ def outcome_of(
 ) -> CellResult[Any] | BaseException:
     """Return the result or the error of a cell that has ended.
 
-    The error of a job is also added to the job's panel, since the cell that sent the job does not
-    raise the error.
+    The error of a job is also shown below the job's output, since the cell that sent the job does
+    not raise the error.
     """
     try:
         check_end(pool, world, running)
@@ -271,8 +271,10 @@ def follow_steps(
     0 also means that a cell waits for the job now.
 
     The first Stop interrupts the ranks.  The waiting ends if the user presses Stop again, or if
-    ranks have not reacted in time.  The task's output is shown in `display`, if there is one.  If a
-    rank reads input, an input box opens below the output, but only while a cell waits for the task.
+    ranks have not reacted in time.  For a job, each Stop only interrupts the ranks.
+
+    The task's output is shown in `display`, if there is one.  If a rank reads input, an input box
+    opens below the output, but only while a cell waits for the task.
     """
     is_here = True  # whether the notebook cell that runs now has sent the task
     with redirect_stops(partial(world.engine.count_stop, running.task)):
@@ -333,8 +335,9 @@ def _redraw(
 def check_end(pool: Pool, world: World, running: TaskRun, *, stopped: bool | None = None) -> None:
     """Raise the error of a cell that failed or was stopped; return if the cell succeeded.
 
-    The error also says what was done about dead ranks.  A failure is recorded for `%dist_why`.
-    `stopped` says whether the user has pressed Stop; by default the task itself knows.
+    The error also says what was done about dead ranks.  If ranks failed or the agent was lost, that
+    is recorded for `%dist_why`.  `stopped` says whether the user has pressed Stop, by default as
+    `running.stop` has recorded it.
     """
     if running.unfinished and world.engine.outlives_kernel():
         find = f"`%dist_attach {world.engine.rank_table.spec.name}` in the next one finds them"
@@ -386,7 +389,7 @@ def fetch_results(
     """Run a task without showing its output, and return its results by rank.
 
     First waits for jobs on the task's ranks.  With a display, shows the progress of the transfer
-    after the text `what`.
+    after the text `what`.  Raises the error of a task that fails or is stopped.
     """
     show = progress(display, what) if display else None
     with redirect_stops(partial(world.engine.count_stop, task)):
@@ -429,7 +432,7 @@ def bind(
 
 
 def result_of(pool: Pool, world: World, running: TaskRun) -> CellResult[Any]:
-    """Return a cell's result, which has its last value on each rank; big values are fetched later.
+    """Return a cell's result, with the last values of the ranks that succeeded.
 
     The notebook fetches a big value from its rank when the user first reads the value.
     """
@@ -441,8 +444,8 @@ def notes_on(transcript: Transcript, table: NameTable) -> Iterator[str]:
     """Yield notes on a cell that has ended.
 
     A note warns of each file that was edited after ranks had imported it.  Another note says that
-    the cell has given a new value to a name that nbdist itself sets, such as `rank`.  It is shown
-    once for each name.
+    the cell has given a new value to a name that nbdist itself sets, such as `rank`.  The latter
+    note is shown only once for each name.
     """
     changed: dict[str, list[int]] = defaultdict(list)
     covered: dict[str, list[int]] = defaultdict(list)

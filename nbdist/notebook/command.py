@@ -70,8 +70,9 @@ For example, the words after `%dist_run -n 4` are a script and its arguments.
 class MagicCall:
     """A call of a magic, with the typed text, the parsed options, and the pool, world and display.
 
-    `pool` is the pool that `--pool` names, or the default pool.  `pools` has only the named pool,
-    or all pools if none is named.  `words` are the words of the line that argparse does not read.
+    The attribute `pool` is the pool that `--pool` names, or the default pool.  The attribute
+    `pools` is a list: only the named pool, or all pools if none is named.  `words` are the words of
+    the line that argparse does not read.
     """
 
     def __init__(self, command: Command, pools: Pools, text: str, cell: str = "") -> None:
@@ -91,7 +92,8 @@ class MagicCall:
     def world(self) -> World:
         """The pool's world; first waits for jobs on the ranks of `-r`, by default on all.
 
-        Raises WorldNotStarted, with the magic's name, if there are no workers.
+        Raises WorldNotStarted, with the magic's name, if no workers were started or they were shut
+        down.  If the agent was lost, returns the world without workers.
         """
         if self.pool.jobs.running:
             selects = getattr(self.options, "ranks", None) is not None
@@ -100,7 +102,7 @@ class MagicCall:
 
     @property
     def busy_world(self) -> World:
-        """The pool's world, without waiting for jobs; raises WorldNotStarted without workers."""
+        """The pool's world, without waiting for jobs; raises WorldNotStarted as `world` does."""
         if self.pool.world is None or self.pool.world.state is WorldState.STOPPED:
             raise WorldNotStarted(f"`{self.command.shown_name}`")
         return self.pool.world
@@ -125,13 +127,13 @@ class MagicCall:
     def ranks_of(self, text: str | None) -> tuple[int, ...]:
         """Return the ranks that a text such as `0,2-3` selects; None selects all ranks.
 
-        Ranks whose workers have died can be selected too.  Raises BadRanks for a text that selects
-        no rank, and WorldNotStarted if the pool has no world.
+        Ranks whose workers have died can be selected too.  Raises BadRanks if the text is not
+        valid or names a rank that does not exist, and WorldNotStarted if the pool has no world.
         """
         return parse_ranks("all" if text is None else text, (self.pool.world or self.world).size)
 
     def call(self, op: str, **arguments: Any) -> dict[int, Any]:
-        """Call an op of `nbdist.worker.ops` on `ranks`, and return its results by rank."""
+        """Call an op, such as "memory", on the magic's `ranks`, and return its results by rank."""
         task = self.world.task(OpCall(op, arguments), ranks=self.ranks)
         return fetch_results(self.pool, self.world, task)
 
@@ -191,7 +193,7 @@ class Command:
 
     @property
     def help_text(self) -> str:
-        """The docstring without marks of reStructuredText: purpose, examples, usage, options."""
+        """The docstring of `run` without marks of reStructuredText: purpose, usage, options."""
         return (self.run.__doc__ or "").replace("\n\n::\n\n", "\n\nusage:\n\n", 1).rstrip()
 
     def asks_for_help(self, text: str) -> bool:
@@ -381,7 +383,10 @@ def find_commands() -> Iterator[Command]:
 
 
 def cell_options() -> list[CellOption]:
-    """Return the options that plugins add to `%%distributed`; broken plugins are left out."""
+    """Return the options that plugins add to `%%distributed`.
+
+    A plugin that cannot be imported is left out.
+    """
     loaded: list[CellOption] = []
     for point in _plugins().values():
         if point.group == plugins.CELL_OPTIONS_GROUP:
@@ -441,7 +446,10 @@ BETWEEN = ("nbdist.", "IPython.")
 """The beginnings of module names by which `is_used` skips frames between a magic and its cell."""
 
 UNUSED = {("POP_TOP", ""), ("PRINT_EXPR", ""), ("CALL_INTRINSIC_1", "INTRINSIC_PRINT")}
-"""CPython's instructions after a call whose value is dropped, or shown as the cell's last value."""
+"""CPython's instructions after a call whose value is dropped, or shown as the cell's last value.
+
+Each entry has the name and the argument of an instruction.
+"""
 
 
 def is_used() -> bool:

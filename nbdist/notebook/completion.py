@@ -109,8 +109,8 @@ class Completion:
         """Return the completions or the description that a front end asks for.
 
         A question about a line of a magic is answered here, and a question about a cell of the
-        workers by a rank.  Returns None if IPython must answer: in plain cells, without workers,
-        and for descriptions and attributes of the notebook's own variables.
+        workers by a rank.  Returns None if IPython must answer, for example in plain cells, without
+        workers, and for descriptions and attributes of the notebook's own variables.
         """
         cursor, line = question.cursor, None
         if isinstance(question, Complete):
@@ -142,8 +142,9 @@ class Completion:
     def _add_names(self, world: World, answer: Any, root: str, text: str) -> Completions | None:
         """Add the notebook's variables that begin with the typed text to a rank's answer.
 
-        If no rank has answered (`answer` is None), also adds variables that the ranks have, as far
-        as the notebook knows them.
+        `root` is the name that the user is typing, and `text` the code before the cursor.  If no
+        rank has answered (`answer` is None), also adds variables that the ranks have, as far as the
+        notebook knows them.  Returns None if there are no completions.
         """
         shell = self._pools.shell
         known_names = {**shell.user_ns}.keys() - shell.user_ns_hidden
@@ -158,7 +159,8 @@ class Completion:
     def _answer_in_line(self, question: TypingQuestion) -> Completions | Description | None:
         """Complete or describe a line that begins with a magic of nbdist.
 
-        Returns None for other lines, and if no option or name completes the line.
+        Returns None for other lines, and if no option or variable completes the text before the
+        cursor.  IPython completes the names of magics.
         """
         magic = magic_at(question.code, question.cursor)
         command = self._commands.get(magic.name) if magic else None
@@ -177,7 +179,8 @@ class Completion:
     def _code_in_line(self, code: str, cursor: int) -> tuple[MagicLine, str] | None:
         """Return the magic of a line such as `%distributed -r 0 x = 1`, and the line's code.
 
-        Blanks replace all text before the code.  Returns None if no code is before the cursor.
+        Blanks replace all text of the cell before the code, so that the cursor keeps its position.
+        Returns None for other lines, and if no code is before the cursor.
         """
         magic = magic_at(code, cursor)
         command = self._commands.get(magic.name) if magic else None
@@ -195,7 +198,7 @@ class Completion:
     def _plain_text(self, code: str, cursor: int) -> str:
         """Return the code that IPython gets, without the magic that names workers.
 
-        Blanks or a comment replace the magic, so that all other characters keep their positions.
+        Blanks or a comment replace the magic, so that the cursor keeps its position.
         """
         if line := self._code_in_line(code, cursor):
             return line[1]
@@ -205,7 +208,7 @@ class Completion:
         """Return the magic of a cell of the workers if the cursor is below the magic.
 
         A plain cell that auto mode runs on the workers counts as one with `%%distributed`.  Returns
-        None for all other cells, and if the cursor is in the magic's line.
+        None for all other cells, and if the cursor is in the magic's line or above it.
         """
         magic, auto = workers_cell(question.code, question.cursor), self._pools.auto
         if magic is None and runs_on_ranks(self._pools, question.code):
@@ -218,8 +221,8 @@ def _ask(
 ) -> Completions | Description | None:
     """Ask an idle rank for completions or a description, and return its answer.
 
-    Asks a rank on which the cell would run, and then a rank on which it would not.  Returns None if
-    no answer has come after `TIMEOUT` seconds.
+    First asks an idle rank on which the cell would run.  If there is none, asks another idle rank.
+    Returns None if no rank has answered after `TIMEOUT` seconds, or if the agent has ended.
     """
     every = range(world.size)
     try:

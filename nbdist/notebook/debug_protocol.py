@@ -28,7 +28,7 @@ CLIENT: Message = {
     "supportsVariableType": True,
     "supportsVariablePaging": True,
 }
-"""The arguments of the request `initialize`, as JupyterLab sends them."""
+"""The arguments of the request `initialize`, by which nbdist connects to a rank's debugger."""
 
 
 FILE_NOT_FOUND = "Breakpoint in file that does not exist."
@@ -52,9 +52,10 @@ def is_outer(frame: Message) -> bool:
 
 
 def refusal(response: Message) -> str:
-    """Return why a rank cannot stop at one of its breakpoints; "" if it can.
+    """Return why a rank cannot stop at one of its breakpoints, as debugpy says it.
 
-    `response` is the rank's response to a request `setBreakpoints`.
+    Returns "" if the rank can stop at all of them, or if debugpy gives no reason.  `response` is
+    the rank's response to a request `setBreakpoints`.
     """
     points = (response.get("body") or {}).get("breakpoints", ())
     texts = [str(each.get("message", "")) for each in points if not each.get("verified")]
@@ -76,10 +77,10 @@ def copying(inner: Message) -> Message:
 
 
 def reply_to(msg: Message, body: Any, like: Message | None = None) -> Message:
-    """Return the front end's response to its request `msg`, with the given body.
+    """Return a response to the front end's request `msg`, with the given body if it is not None.
 
-    With `like`, a rank's response, it reports a failure if that response does.  Without `like`, it
-    reports a success.
+    `like` is the response of a rank: the returned response reports a failure, and has a message, if
+    that response does.  Without `like`, it reports a success.
     """
     response: Message = {
         "type": "response",

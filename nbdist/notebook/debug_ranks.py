@@ -44,7 +44,7 @@ WorldLinks = Callable[[], "Iterable[tuple[Link, str, Mapping[int, int]]]"]
 """A function that yields the links of all running worlds.
 
 Each link is in a tuple with a title for its ranks, such as "rank", and with the process ids of its
-ranks."""
+ranks, by rank."""
 
 
 class DebuggedRanks:
@@ -66,9 +66,10 @@ class DebuggedRanks:
         return f"<DebuggedRanks {[*self.by_number.values()]}>"
 
     async def attach(self, link: Link, ranks: Collection[int]) -> list[tuple[int, str]]:
-        """Attach to the ranks of a world that are not attached yet, and wait until they are.
+        """Attach to those of `ranks` that are not attached yet, and wait until that is done.
 
-        Returns pairs of a rank and a text about breakpoints at which the rank cannot stop.
+        `link` is the link of the ranks' world.  Attaching to a rank can fail.  Returns pairs of a
+        rank and a text about breakpoints at which the rank cannot stop.
         """
         self.shown.last_rank = None
         attaching = self.start_attaching(link, ranks)
@@ -180,8 +181,9 @@ class DebuggedRanks:
     async def move(self, session: RankSession, command: str, arguments: Message) -> Message:
         """Let all stopped ranks make a step or go on; after `%dist_debug --alone` only `session`.
 
-        `command` is "next", "stepIn", "stepOut" or "continue", and `session` the rank that the
-        front end shows.  Returns the first rank's response; raises SessionEnded if no rank answers.
+        `command` is "next", "stepIn", "stepOut" or "continue", and `session` is the session of the
+        rank that the front end's request is about.  Returns the response of the first rank that has
+        answered; raises SessionEnded if no rank answers.
         """
         stopped = [each for each in self.by_number.values() if each.stopped]
         together = [] if self.shown.is_alone else stopped

@@ -141,7 +141,7 @@ class Numbers:
         return number
 
     def inner(self, number: object) -> tuple[RankSession, int] | None:
-        """Return the rank and the rank's own number for an outer number.
+        """Return the rank's session and the rank's own number for an outer number.
 
         Returns None for a number of the notebook's process, and for one that was forgotten.
         """
@@ -171,7 +171,8 @@ class Numbers:
     def to_outer(self, session: RankSession, body: Any) -> Any:
         """Return the body of a rank's message with outer numbers in place of the rank's own.
 
-        The names of frames get the rank's title.  Frames in which its process began are left out.
+        The names of frames get the rank's title.  Frames in which the rank's process began are left
+        out.
         """
         if isinstance(body, list):
             return [self.to_outer(session, each) for each in body]
@@ -189,9 +190,9 @@ class Numbers:
         return outer
 
     def to_inner(self, arguments: Message) -> tuple[RankSession | None, Message]:
-        """Return the rank that a request's arguments are about, and the arguments for this rank.
+        """Return the session of the rank that a request is about, and the arguments for this rank.
 
-        The rank is None if there is no number of a rank in the arguments.
+        The session is None if there is no number of a rank in the arguments.
         """
         session: RankSession | None = None
         inner: Message = {}

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
 OWN_ERRORS = frozenset({"WorkerError", "WorkerDied", "CellTimeout", "Interrupted"})
-"""Classes of nbdist's errors that report the end of a cell on the ranks."""
+"""The names of nbdist's classes of errors that report how a cell has ended on the ranks."""
 
 GONE = "the rank has gone on since, or its process has ended"
 """The answer to a request about a rank's thread, frame or variable that does not exist any more."""
@@ -73,7 +73,7 @@ class CellDebugger:
     # --- from other threads ---------------------------------------------------------------
 
     def prepare(self, link: Link, ranks: Iterable[int]) -> str:
-        """Wait until these ranks of a world have the breakpoints.
+        """Wait until these ranks of a world have the breakpoints, or until that takes too long.
 
         Returns a line about breakpoints at which ranks cannot stop, or "".  Called on the main
         thread before a task is sent.  Does nothing while the debugger is off.  Raises Interrupted
@@ -97,9 +97,9 @@ class CellDebugger:
     def open(self) -> Callable[[], None]:
         """Change the debugger of the notebook's own process; return a function that restores it.
 
-        From now on that debugger does not stop in nbdist's files, nor at nbdist's errors about
-        ranks.  The returned function also ends the debuggers of all ranks.  Called on the main
-        thread while nbdist is loaded.
+        From now on that debugger does not stop at nbdist's errors about ranks and, with ipykernel
+        6.19 or newer, does not stop in nbdist's files.  The returned function also ends the
+        debuggers of all ranks.  Called on the main thread when nbdist is loaded.
         """
         debugger, rule = self._kernel.debugger, f"{PACKAGE}/**"
         before, debugger.event_callback = debugger.event_callback, self._forward
@@ -119,8 +119,8 @@ class CellDebugger:
     def _forward(self, event: Message) -> None:
         """Pass an event of the notebook's own debugger to the front end.
 
-        If that debugger has stopped at an error of nbdist, let it go on instead.  Such an error
-        only reports exceptions at which the ranks have stopped before.
+        If that debugger has stopped at an error of `OWN_ERRORS`, let it go on instead.  Such an
+        error only reports what has happened on the ranks.
         """
         body = event.get("body") or {}
         name = str(body.get("text") or "").partition(" ")[0]
@@ -156,7 +156,7 @@ class CellDebugger:
     # --- requests of the front end ----------------------------------------------------------
 
     async def answer(self, original: Callable[[Message], Any], msg: Message) -> Any:
-        """Answer a front end's request in place of the kernel's `do_debug_request`, `original`."""
+        """Answer a front end's request in place of the kernel's `do_debug_request` (`original`)."""
         self._loop, self._original = asyncio.get_running_loop(), original
         command, arguments = msg.get("command", ""), msg.get("arguments") or {}
         shown = self._ranks.shown
@@ -225,7 +225,8 @@ class CellDebugger:
     async def _inspect_richly(self, session: RankSession, msg: Message, inner: Message) -> Message:
         """Answer JupyterLab's request to show a rank's variable, for example as an HTML table.
 
-        The response has the value in all formats in which the rank's IPython can show it.
+        The response has the value in all formats in which the rank's IPython can show it.  It has
+        no formats if the name is not that of a variable.
         """
         name = inner.get("variableName", "")
         empty: Message = {"data": {}, "metadata": {}}
@@ -261,17 +262,17 @@ class CellDebugger:
 
 
 def _choice(arguments: Message) -> tuple[int, bool] | None:
-    """Return 2 and True if a user has typed `%dist_debug -r 2 --alone` in the debugger.
+    """Return the rank of `%dist_debug -r 2`, typed in the debugger, and whether it has `--alone`.
 
-    The second value is False without `--alone`.  Returns None for other expressions.  `arguments`
-    are those of the request `evaluate`, which sends a typed expression.
+    Returns None for other expressions.  `arguments` are those of the request `evaluate`, which
+    sends a typed expression.
     """
     found = CHOOSE.fullmatch(str(arguments.get("expression", "")))
     return None if found is None else (int(found["rank"]), "--alone" in found["options"])
 
 
 def world_links(pools: Iterable[Any]) -> Iterator[tuple[Link, str, Mapping[int, int]]]:
-    """Yield the link of each pool with workers, a title for its ranks, and their process ids."""
+    """Yield the link of each pool with workers, a title for its ranks, and process ids by rank."""
     for pool in pools:
         if pool.has_workers:
             title = f"pool {pool.own_name} · rank" if pool.own_name else "rank"

@@ -55,10 +55,10 @@ class PanelDisplay:
 
     Args:
         notes: lines that are shown below the output, also of the finished cell.
-        is_alone: whether the cell consists of one magic of nbdist and nothing else.
+        is_alone: whether the cell is a single magic, so that the panel may be its only output.
         is_page: whether a page in a browser shows the cell.
         find_request: returns the request of the cell that runs now.
-        seconds: the setting `NbDist.seconds`; with "none" the panel is drawn only once, at the end.
+        seconds: the setting `NbDist.seconds`; with "none" new output is drawn only at the end.
         pool: named in the head of the panel and in the magics that notes advise; "" for the
             default pool.
         tabs: an id for this cell; if it is given, each rank has a tab.
@@ -98,9 +98,10 @@ class PanelDisplay:
         self._notes, self._passing = [*notes], list[str]()
 
     def add_note(self, text: str, *, at_once: bool = True, stays: bool = True) -> None:
-        """Add a line below the output; without `stays`, the line is shown only while the cell runs.
+        """Add a note below the output, and draw all notes now if `at_once`.
 
-        A quiet display leaves out lines that do not stay.
+        Without `stays`, the final panel of a cell leaves the note out, and a quiet display drops
+        it.
         """
         if self.is_quiet and not stays:
             return
@@ -136,9 +137,9 @@ class PanelDisplay:
     ) -> None:
         """Redraw the running cell's panel, but not too often, and not if `seconds` is "none".
 
-        Called after new output of ranks, and periodically without output.  `waits` is a line on
-        ranks that wait for others; `usage` is a line on the memory and GPUs in use.  A quiet
-        display draws nothing until `waits` has a text.
+        Called after new output of ranks (`outputs`, which `transcript` has too), and periodically
+        without output.  `waits` is a line on what ranks wait for; `usage` is a line on the memory
+        and GPUs in use.  A quiet display draws nothing until `waits` has a text.
         """
         now = time.monotonic()
         if now < self._draw_at or self._seconds == "none":
@@ -237,13 +238,13 @@ class PanelDisplay:
         self._is_alone, self._is_page = False, True
 
     def _begin_last(self) -> bool:
-        """Let the last drawing create a new display; return False if it must use the old display.
+        """Let the last drawing create a new display if possible, and return whether it will.
 
         All clients show a new display, even if the user has cleared the cell's output on a page.
-        If the panel is the cell's only output, that output is cleared first.  Otherwise a page
-        keeps the old display, because clearing would remove other output too, and other clients
-        show the new display below.  The old display also stays if nothing was drawn, or if another
-        cell runs now.
+        If all output of the cell is from this panel, that output is cleared first.  Otherwise a
+        page keeps the old display, because clearing would remove other output too, and other
+        clients show the new display below.  A page also keeps it if displays are below the panel.
+        Returns False, too, if nothing was drawn yet, or if another cell runs now.
         """
         if not (self._is_drawn or self._id_above) or self._find_request() != self._request:
             return False
@@ -296,7 +297,8 @@ class PanelDisplay:
     def _passing_text(self, text: str) -> str:
         """Return the text of a drawing that is not the last one.
 
-        Clients that are no pages append the text of the next drawing, so add a line break for them.
+        Clients that are no pages append the text of the next drawing, so for them the text ends
+        with a line break.
         """
         return text if self._is_page else f"{text}\n"
 
@@ -316,7 +318,7 @@ class PanelDisplay:
 
 
 def _encodable(text: str) -> str:
-    """Escape lone surrogates, which cannot be sent to a page as UTF-8."""
+    """Return the text with lone surrogates escaped, which cannot be sent to a page as UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -452,8 +454,9 @@ class PlainDisplay:
     def redraw_ended(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         """Print the complete lines of late output, at most the last `MAX_LATE_LINES`.
 
-        If there are more, a line before them says how many are left out.  While a prompt is open,
-        IPython prints the lines above the prompt.
+        After `finish_late`, incomplete lines are printed too.  If there are more lines, a line
+        before them says how many are left out.  While a prompt is open, IPython prints the lines
+        above the prompt.
         """
         if self._lines is not None:
             self._late_lines += self._lines.flush()
@@ -493,11 +496,11 @@ def make_display(
     *,
     is_quiet: bool = False,
 ) -> CellDisplay:
-    """Return a panel if the shell's front end can show panels, else a display of plain lines.
+    """Return a panel if cells are shown as panels (`has_panels`), else a display of plain lines.
 
     `cell` is the source of the cell that runs.  If the source is a single magic (`is_of_magic`),
-    the panel may replace all output of the cell at the end.  `notes` are lines that the display
-    shows from its start.
+    the panel may replace all output of the cell at the end.  `notes` are lines that are shown below
+    the cell's output.
     """
     if has_panels(shell, settings):
         tabs = f"nbdist-{shell.execution_count}" if settings.layout == "tabs" else ""

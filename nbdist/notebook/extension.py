@@ -46,7 +46,7 @@ def load(shell: InteractiveShell) -> None:
     """Register nbdist's magics, settings and event handlers in a shell.
 
     With the setting `prestart`, an agent is started too, whose fork server imports torch.  Raises
-    WrongVersion if an installed library is not in the supported range.
+    WrongVersion if an installed library has a version that nbdist does not support.
     """
     check_libraries()
     settings = NbDist(parent=shell)
@@ -179,7 +179,8 @@ def wrap(holder: object, name: str, around: Callable[..., Any]) -> Callable[[], 
     """Wrap a method of an object, and return a function that restores the method.
 
     `around` is called with the original method and its arguments.  If other code has wrapped the
-    method since, the wrapper cannot be removed: from then on it only calls the original method.
+    method since, the returned function cannot remove the wrapper.  It then lets the wrapper only
+    call the original method.
     """
     was_on_instance, original, is_on = name in vars(holder), getattr(holder, name), True
 
@@ -278,9 +279,10 @@ class Border:
         self._names = [each.shown_name for each in commands]
 
     def show_traceback(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Add a hint to an error, cut its traceback, then let `original` show it.
+        """Add a hint to an error if there is one, then let `original` show the error.
 
-        Called in place of `InteractiveShell.showtraceback`, which is `original`.
+        The traceback of an error of nbdist, or of Stop, is cut before.  Called in place of
+        `InteractiveShell.showtraceback`, which is `original`.
         """
         given = args[0] if args else kwargs.get("exc_tuple")
         error = given[1] if given else sys.exc_info()[1]
@@ -323,10 +325,11 @@ class Border:
 
 
 def _cut_traceback(error: BaseException | None) -> None:
-    """Remove nbdist's frames from the traceback of an error that nbdist or Stop has raised.
+    """Cut the traceback of an error of nbdist, or of Stop, above the first frame of nbdist.
 
-    Other errors keep their tracebacks.  The traceback of the error's cause, or of its context if it
-    has no cause, is cut too, and so on.
+    So the frames of nbdist, and all that they called, are not shown.  Other errors keep their
+    tracebacks.  The traceback of the error's cause, or of its context if it has no cause, is cut in
+    the same way, and so on.
     """
     seen_ids: set[int] = set()
     while error is not None and id(error) not in seen_ids:

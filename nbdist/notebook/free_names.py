@@ -39,7 +39,8 @@ _PYTHONS_OWN = (
     *("__annotate__", "__conditional_annotations__"),  # from Python 3.14 on
 )
 
-# Magics whose text is not Python: words in the text are not names of variables.
+# Magics whose text is not Python, or is Python for the ranks: words in the text do not count as
+# names that the cell reads.
 _NOT_PYTHON = re.compile(
     "distributed|rank|bash|cmd|perl|ruby|script|sh|system|sx|html|javascript|js|latex|markdown|svg|"
     "writefile|cat|cd|cp|ls|man|mkdir|more|mv|pushd|rm|rmdir|alias|autoreload|bookmark|colors|"
@@ -67,8 +68,8 @@ _NONE: frozenset[str] = frozenset()
 def names_used(source: str) -> frozenset[str]:
     """Return the global names that a cell reads before it has certainly bound them.
 
-    In doubt a name counts as used: a name that is bound under a condition may be unbound, and a
-    function may be called wherever its name is read.  Raises SyntaxError.
+    A name that is bound only under a condition counts as used if it is read later.  A function
+    counts as called wherever its name is read.  Raises SyntaxError.
     """
     return frozenset(_cell(source).used)
 

@@ -28,12 +28,12 @@ PAUSES_PER_NOTICE = 4  # within these limits, a pause is 4 times as long as the 
 
 
 class IdleWatch:
-    """Calls the function `notice` when a rank dies or prints while no cell runs in the notebook.
+    """Calls a function, for example when a rank dies or prints while no cell runs in the notebook.
 
-    The function then shows the news to the user.  `is_active()` says whether a task runs in the
-    background.  In that case `notice` is also called at all other messages of ranks, and every
-    `IDLE_PAUSE` seconds.  The calls come from the event loop, which ipykernel runs between cells;
-    in a terminal each prompt has its own loop.
+    The function `notice` then shows the news to the user.  `is_active()` says whether a task runs
+    in the background.  In that case `notice` is also called at all other messages of ranks, and
+    about every `IDLE_PAUSE` seconds.  The calls come from the event loop, which ipykernel runs
+    between cells; in a terminal each prompt has its own loop.
     """
 
     def __init__(self, notice: Callable[[], None], is_active: Callable[[], bool]) -> None:
@@ -51,8 +51,9 @@ class IdleWatch:
     def follow(self, link: Link | None) -> None:
         """Watch this link instead of the former link; with None, watch no link.
 
-        Without a running event loop, and on other threads than the main thread, this ends the watch
-        of the former link and starts no new watch.
+        Does nothing if this link is watched already.  Without a running event loop, and on other
+        threads than the main thread, this ends the watch of the former link and starts no new
+        watch.
         """
         if link is self._link and not (self.loop and self.loop.is_closed()):
             return

@@ -73,7 +73,7 @@ class Job:
         loss = train(model, data)
 
         job                      # <Job running · 4 ranks · 12.3 s · ...>
-        job.done()               # at once
+        job.done()               # whether the job has ended
         job.result()[0]          # waits; the last value of the cell on rank 0
         (await job)[0]           # the same, while other coroutines go on
         job.add_done_callback(print)  # `print(job)` when the job has ended
@@ -85,10 +85,11 @@ class Job:
     """
 
     def __init__(self, steps: CellSteps, running: TaskRun, name: str, place: CellPlace) -> None:
-        """Take over the cell `running`, which the first of its `steps` has sent to the workers.
+        """Take over the cell `running`, which was sent to the workers.
 
-        `name` is the user's variable for the job, "" for none.  `place` is the notebook cell below
-        which the job's output is shown.
+        The generator `steps` follows the cell from now on; its first step has run already.  `name`
+        is the user's variable for the job, "" for none.  `place` is the notebook cell below which
+        the job's output is shown.
         """
         self._steps = steps
         self.task_run = running  # the task, or its last attempt
@@ -129,7 +130,8 @@ class Job:
     def done(self) -> bool:
         """Show new output of the job's ranks, and return True if the job has ended.
 
-        A job has also ended if it has failed or was interrupted.
+        A job has also ended if it has failed or was interrupted.  Only the main thread shows
+        output.
         """
 
         def version() -> int:  # grows with each output
@@ -240,10 +242,10 @@ class Job:
 
             job.add_done_callback(lambda job: print(job.exception() or job.result()[0]))
 
-        The function is called once, on the notebook's main thread: in the cell that waits for the
-        job, or between cells, or while another distributed cell runs.  In the last two cases the
-        function's output appears below the job's cell.  An exception of the function is logged, and
-        changes nothing else.
+        The function is called once: in the cell that waits for the job, or between cells, or while
+        another distributed cell runs.  In the last two cases a page shows the function's output
+        below the job's cell.  In a notebook the function is called on the main thread.  An
+        exception of the function is logged, and changes nothing else.
         """
         self._callbacks.append(function)
         if not self.has_ended:
@@ -367,7 +369,7 @@ class Job:
 
         If `in_its_cell`, new displays and texts are shown below the cell that sent the job, and
         otherwise below the cell that runs now.  Once the job has ended, also calls the functions of
-        `add_done_callback`.
+        `add_done_callback`.  Does nothing on other threads than the main thread.
         """
         if self._can_step:
             self._run_step(longest, in_its_cell=in_its_cell)

@@ -95,7 +95,7 @@ class LateOutput:
             self._relay = None
 
 
-OUTPUTS_KEPT = 1000  # late outputs that no cell can show; older outputs are dropped
+OUTPUTS_KEPT = 1000  # the most late outputs that are kept if no cell can show them
 
 CELLS_KEPT = 20  # cells whose displays can still change
 
@@ -132,7 +132,8 @@ class FinishedCells:
     def receive(self, outputs: Iterable[tuple[int, Output]]) -> None:
         """Add late output to the last cell of its rank, or keep it for `pop_texts`.
 
-        Output is kept if no cell can show it.  Output that users could not see is dropped.
+        An update of a display is added to the cell that has the display.  Output is kept if no cell
+        can show it.  Output that users could not see is dropped.
         """
         for rank, output in outputs:
             if not isinstance(output, Visible):
@@ -147,7 +148,7 @@ class FinishedCells:
     def add_to_display(self, transcript: Transcript, outputs: RankOutputs) -> None:
         """Pass late outputs, which the transcript already has, to the display of its cell.
 
-        The next `show` draws them.
+        The next `show` after `mark_changed` draws them.
         """
         for each, display in self._cells:
             if each is transcript and display is not None:

@@ -38,9 +38,10 @@ def look(until: float, pool: str, magic: str, line: str = "") -> None:
 
 
 def output(until: float, pool: str, number: int, ranks: str) -> None:
-    """Print the output of `ranks` in a past cell: -1 is the last cell, -2 the cell before that.
+    """Print the output of `ranks` in a past cell.
 
-    After the time `until`, an error is shown instead.
+    The `number` of the last cell is -1, and that of the cell before is -2.  After the time `until`,
+    an error is shown instead.
     """
 
     def show(_: Any, target: Pool) -> None:
@@ -58,7 +59,7 @@ def run(until: float, pool: str, who: str, magic: str, line: str, cell: str = ""
     """Run a magic, and show the magic and its output in the notebook.
 
     `who` is the name of the assistant, which is shown too.  `cell` is the text below a cell magic,
-    "" for a line magic.  After the time `until`, nothing is run.
+    "" for a line magic.  Nothing is run after the time `until`, or if no distributed cell has run.
     """
     command = f"{'%%' if cell else '%'}{magic} {line}".rstrip()
     head = f"{who} ran this by `nbdist mcp` at {time.strftime('%H:%M:%S')}:"
@@ -76,7 +77,7 @@ def run(until: float, pool: str, who: str, magic: str, line: str, cell: str = ""
 
 
 def note(until: float, pool: str, text: str) -> None:
-    """Show a line under the user's last distributed cell, but not after the time `until`."""
+    """Show a text under the user's last distributed cell, but not after the time `until`."""
     _call(until, pool, lambda _, target: block(text).show_on(target.display()), is_seen=True)
 
 

@@ -184,7 +184,8 @@ def check_same(world: World, options: argparse.Namespace) -> None:
 def torchrun_options(magic: Magic) -> Magic:
     """Let a magic accept torchrun's options that nbdist does not need.
 
-    The attribute `ignored` of the parsed options lists the options of torchrun that were typed.
+    The attribute `ignored` of the parsed options lists the options of torchrun that were typed; it
+    is None if none was typed.
     """
     for flags, only in TORCHRUN_IGNORED.items():
         how: dict[str, Any] = {"dest": "ignored", "action": "append", "help": SUPPRESS}
@@ -237,7 +238,7 @@ def words_of(magic: Magic, line: str) -> Iterator[tuple[str, bool, int]]:
 
     An option and its value are one word: `-r -1,0` in the line gives `-r=-1,0`, since argparse
     would take `-1,0` for another option.  A flag of another tool, such as torchrun's
-    `--nproc-per-node`, is replaced by the flag of nbdist, and so is a flag of a former version.
+    `--nproc-per-node`, or of a former version is replaced by the flag of nbdist (`our_flag`).
     Raises ValueError if a quote is not closed.
     """
     flags, at = flags_of(magic), 0
@@ -265,8 +266,9 @@ def _takes_value(flag: str, flags: Mapping[str, argparse.Action]) -> bool:
 def _word(line: str, at: int) -> tuple[str, int]:
     """Return the word that begins at the position `at` of a line, and the position of its end.
 
-    Leaves out quotes around the word, or around the value in `A="1 2"`.  Raises ValueError if a
-    quote is not closed.
+    Leaves out quotes around the word, or around the value in `A="1 2"`, and blanks in `[0, 2]`.  If
+    no word is left, returns "" and the end of the line.  Raises ValueError if a quote is not
+    closed.
     """
     match = WORD.match(line, at)
     if match is None:

@@ -228,8 +228,9 @@ class Failures:
 class Why:
     """A failure of a rank, of its agent or of a start, as `%dist_why` shows it.
 
-    `title` names the rank, the time and the error.  `body` is the traceback, or the last lines of
-    output.  `followed` are lines on failures of other ranks, and `log` is the rank's log file.
+    `title` has the time and the error, and names the rank if a rank has failed.  `body` is the
+    traceback, or the last lines of output, or "".  `followed` are lines on failures of other ranks,
+    and `log` is the path of the rank's log file, or "".
     """
 
     title: str
@@ -291,7 +292,7 @@ def death_of(rank: int, host: str, died: Died, log: str) -> Why:
 
 
 def idle_end(died: Died) -> str:
-    """Return a text on how a rank's process ended while no cell was running, and why.
+    """Return a text on how a rank's process ended while no cell was running, and why if known.
 
     If Stop has killed the process, the text leaves out when and why, which the user knows.
     """
@@ -310,11 +311,12 @@ def _clock(seconds: float) -> str:
 
 @dataclass
 class Routine:
-    """A pool's plan for automatic snapshots, which `--every` has set, and its newest snapshot.
+    """A pool's plan for automatic snapshots, set by `%dist_snapshot --every`, and a snapshot.
 
-    `every` is the number of successful cells between two snapshots; 0 for no automatic snapshots.
-    `selection` has the variables to save, None for all, and the name of the snapshots, None for the
-    default name.  `cells` is the number of successful cells since `--every` was set.
+    `every` is the number of successful cells after which a snapshot is due; 0 for no automatic
+    snapshots.  `selection` has the variables to save, None for all, and the name of the snapshots,
+    None for the default name.  `cells` is the number of cells that `is_due` has counted since
+    `--every` was set.  `newest` is the pool's newest snapshot, None if none was saved.
     """
 
     every: int = 0

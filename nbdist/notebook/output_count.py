@@ -12,7 +12,7 @@ from typing import Any
 
 
 class OutputCount:
-    """The number of nbdist's displays, plus the number of writes to stdout and stderr."""
+    """The number of displays for panels, and below panels, plus writes to stdout and stderr."""
 
     def __init__(self) -> None:
         self.number = 0

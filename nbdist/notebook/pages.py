@@ -71,7 +71,7 @@ class Pages:
         self._connected.setdefault(page, Connected(now, cell))
 
     def end_cell(self) -> None:
-        """Record that a cell has ended now; `record` then knows which pages connected meanwhile."""
+        """Record that a cell has ended now, so that `record` knows which pages connected before."""
         self._cell_ended = time.monotonic()
 
     def has_missed(self, page: str, running: TaskRun) -> bool:

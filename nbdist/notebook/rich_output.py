@@ -46,9 +46,10 @@ FIGURES = "figures"  # folder in the log folder, for figures of ranks on other m
 def save_figures(transcript: Transcript, logs: Mapping[int, str]) -> Iterator[str]:
     """Write each figure of a cell to a file; yield a line for each: `figure of rank 0: PATH`.
 
-    Ranks whose whole output is equal share a file.  The file's name has a digest of the image, so
-    an image that is already in the folder is not written again.  `logs` are the log files of ranks,
-    whose folders get the figures.
+    If a figure cannot be saved, its line says why.  Ranks whose outputs are alike share a file.
+    The file's name has a digest of the image, so an image that is already in the folder is not
+    written again.  `logs` has by rank the path of the log file.  The figure is saved beside the log
+    file, or in the folder `FIGURES` if the log file is on another machine.
     """
     for group in transcript.groups():
         for shown in group.displays:
@@ -119,7 +120,7 @@ class Below:
             self._append(now)
 
     def end(self, transcript: Transcript) -> None:
-        """Show all displays of a cell that has ended, by rank; redraw those that have changed."""
+        """Show the displays of a cell that has ended, by rank; redraw those that have changed."""
         now = below_panel(transcript, pool=self._pool)
         self._change(now)
         self._append(now)

@@ -40,8 +40,8 @@ class Shipment:
     before the packets are sent.  `big` has texts on large variables such as "corpus (191 MiB) to
     4 ranks", which are shown after the word "sending" or "sent".  `parcels` lists by rank the names
     and objects that the rank is sent.  `setup` is a packet for new workers, which have no
-    variables.  The packets share memory with the values, so `packed` must be called before the
-    values change.
+    variables, or None.  The packets share memory with the values, so `packed` must be called before
+    the values change.
     """
 
     notices: tuple[str, ...] = ()
@@ -118,8 +118,9 @@ class PackedByRank:
 def replaced_text(
     name: str, value: Any, replaced: Mapping[int, Replaced], verb: str = "changed"
 ) -> str:
-    """Return "the notebook's `m` (Net) replaces the ranks' `m` (Net, trained)".
+    """Return a line such as "the notebook's `m` (Net) replaces the ranks' `m` (Net, trained)".
 
+    `value` is the notebook's value, and `replaced` has by rank what is known of the rank's value.
     `verb` is the word for what ranks have done to their value, here "trained".
     """
     kinds = dict.fromkeys(each.kind for each in replaced.values())
@@ -142,8 +143,8 @@ def path_of(name: str, root: Any, value: Any, parts: ChangedParts) -> str:
     """Return a text for messages that names a changed part, such as "cfg['lr']" or "CFG.lr".
 
     `name` is a variable, `root` the variable's object, and `value` the object of which `parts` have
-    changed.  Returns only `name` if several parts have changed, if the part has no name, or if
-    `value` is another object than `root`, such as an item of it.
+    changed.  Returns only `name` if several parts or the whole object have changed, if the part has
+    no name, or if `value` is another object than `root`, such as an item of it.
     """
     if value is not root or not parts or len(parts) != 1:
         return name

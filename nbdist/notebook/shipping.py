@@ -58,8 +58,9 @@ from nbdist.world.outgoing import Outgoing, SendQuestion
 from nbdist.world.sent_objects import Parcel, SentObjects
 
 SMALL_VARIABLE = 64 << 10
-"""If functions on the ranks use a variable of at most this many bytes, the variable is compared
-before each cell, even before a cell that does not name the variable."""
+"""The most bytes of a variable that is compared even before a cell that does not name the variable.
+
+The cell may call functions on the ranks that use the variable."""
 
 BIG = 64 << 20
 """If a shipment has at least this many bytes, a line says which variables are sent."""
@@ -183,9 +184,10 @@ class Plan:
     ) -> None:
         """Examine the variables of these names, and the variables that their functions use.
 
-        `before` maps a name that the cell reads to the names that the cell has bound before.  In
-        the cell `lock = Lock(); work()`, the function `work` uses the cell's `lock`.  So the
-        notebook's `lock` is not examined, even if `work` needs a variable of that name.
+        Variables that must not be sent are left out (`_is_for_workers`).  `before` maps a name that
+        the cell reads to the names that the cell has bound before.  In the cell `lock = Lock();
+        work()`, the function `work` uses the cell's `lock`.  So the notebook's `lock` is not
+        examined, even if `work` needs a variable of that name.
         """
         waiting = [(name, (before or {}).get(name, frozenset())) for name in sorted(names)]
         waiting.reverse()
@@ -250,7 +252,7 @@ class Plan:
         """Examine a variable that ranks have bound and that was never sent, if its value is small.
 
         A big value is not sent, and a notice says so.  `is_big` is True if the value is known to be
-        big.  If that is found only during the examination, the examination is undone.
+        big.  If the examination finds that the value is big, the examination is undone.
         """
         before = dict(self._examined)
         if not is_big:
@@ -372,7 +374,11 @@ class Plan:
     # --- the present values and their records ---------------------------------------------
 
     def examine(self, name: str) -> _Look:
-        """Record and return a variable's present value, with all objects that it leads to."""
+        """Return a variable's present value and its record, after a scan of the value's objects.
+
+        The plan then counts the variable as examined.  Raises VariableNotSent if the value cannot
+        be pickled.
+        """
         value = self._names[name]
         if is_atomic(value):
             version: Hashable = atomic_version(value)
@@ -504,12 +510,12 @@ class Plan:
     def _hold_back(
         self, name: str, answers: Mapping[int, Inspected], unasked: Collection[int]
     ) -> None:
-        """Do not send a variable to restarted ranks if other ranks have changed their copy of it.
+        """Do not send a variable to ranks that lack it after a restart if others have changed it.
 
-        A notice says how to copy the changed value to the restarted ranks.  Copies on the ranks
+        A notice says how to copy a changed value to the restarted ranks.  Copies on the ranks
         `unasked` count as changed, since they may have changed.  Ranks that lack the variable for
-        another reason than a restart are sent the notebook's value.  If other ranks are known to
-        have changed theirs, a notice says how to get it.
+        another reason are sent the notebook's value.  If other ranks are known to have changed
+        their copies, a notice says how to replace the notebook's value by such a copy.
         """
         lack = self._ranks_without(name)
         if not lack or self._is_setup:
@@ -563,14 +569,14 @@ class Plan:
         """Return the ranks to which the variable is sent.
 
         If the variable is forced, all ranks get it.  Otherwise the ranks that lack its object get
-        it, except restarted ranks if other ranks have changed their copies (`_hold_back`).
+        it, except those for which `_hold_back` has held it back.
         """
         if name in self._forced:
             return self._ranks
         return self._ranks - self._ranks_with(name) - self._held_back.get(name, frozenset())
 
     def _ranks_to_ask(self, name: str) -> frozenset[int]:
-        """Return the ranks that were sent an object under a name, or have bound the name."""
+        """Return the ranks that may have got an object under a name, or have bound the name."""
         return self._table.holders(name) | self._table.ranks_that_bound(name)
 
     # --- packing the shipment -------------------------------------------------------------
@@ -642,8 +648,9 @@ class Plan:
     def _notice_conflict(self, key: int, parts: ChangedParts) -> None:
         """Add notices on parts of an object that both the notebook and ranks have changed.
 
-        The ranks keep their values.  The notices say how to send the notebook's values, and how to
-        gather those of the ranks.
+        `key` is the key of the object; `parts` is None if its parts are not known.  The ranks keep
+        their values.  The notices say how to send the notebook's values, and how to gather those of
+        the ranks.
         """
         name = self._name_of(key)
         if name is None:
@@ -720,7 +727,7 @@ class Plan:
     def _name_of(self, key: int) -> str | None:
         """Return the name of a variable that leads to the object with this key.
 
-        Variables of this plan are preferred.  Returns None if no variable leads to the object.
+        Variables of this plan are preferred.  Returns None if no such variable is found.
         """
         for name in self._examined:
             if key in self._reached_keys(name):

@@ -54,8 +54,9 @@ sending_options = (
 def send(line: MagicCall, steps: CellSteps) -> None:
     """Run a cell on ranks: the first of `steps` sends the cell, the others follow it to its end.
 
-    With `--no-wait` the cell becomes a `Job`, and this function returns at once.  With `--here-too`
-    the cell also runs in the notebook, while the ranks run it.  Raises the cell's error.
+    With `--no-wait` the cell becomes a `Job`, which has its result or error later.  Otherwise this
+    function waits for the cell, and raises the cell's error.  With `--here-too` the cell also runs
+    in the notebook, while the ranks run it; raises LocalCellError if it fails only there.
     """
     options, pool = line.options, line.pool
     name, here = options.out or "", getattr(options, "here_too", False)
@@ -105,7 +106,7 @@ def _awaits(shell: InteractiveShell, cell: str) -> bool:
 
 
 def _run_here(line: MagicCall, running: TaskRun) -> BaseException | None:
-    """Run the cell in the notebook too; return its error, which IPython has shown already.
+    """Run the cell in the notebook too; return its error, which IPython has shown, None without.
 
     If Stop has ended the cell, interrupts the ranks too and returns None.
     """
@@ -122,8 +123,8 @@ def _run_here(line: MagicCall, running: TaskRun) -> BaseException | None:
 def _give_names_to_ranks(line: MagicCall, running: TaskRun) -> None:
     """Record that names which a `--here-too` cell has bound on both sides belong to the ranks.
 
-    Otherwise later cells would send the notebook's values to the ranks.  This also holds for ranks
-    that have not finished the cell yet.
+    Otherwise later cells would send the notebook's values to the ranks.  Names that ranks bind in
+    this cell after this call will belong to the ranks, too.
     """
     if (world := line.pool.world) is None:
         return
@@ -365,7 +366,7 @@ def _find_magic(typed: str, commands: Mapping[str, Command]) -> Command:
 
 
 def _tables_of_magics(commands: Mapping[str, Command]) -> dict[str, list[tuple[str, str]]]:
-    """Return a table for each group of magics: a row of headings, then a row for each magic.
+    """Return by title a table for each group of magics: a row of headings, then rows of magics.
 
     Short forms of magics are left out.
     """

@@ -85,7 +85,8 @@ log_options = (
 def log_of(line: MagicCall) -> CommandOutput:
     """Return the last lines of the ranks' log files.
 
-    Files of this machine are read here; files of other machines are read by their agents.
+    If all ranks are on this machine, the files are read here.  Otherwise agents read the files of
+    their machines.  `line` has the options, such as `--tail` and `--grep`.
     """
     options, world = line.options, line.pool.world
     try:
@@ -134,7 +135,7 @@ def _files(tails: Sequence[LogTail], get: GetLogs, table: RankTable) -> Iterator
     """Yield the lines below the logs: where the log files are, and whose output is missing.
 
     A rank's output is missing if its log file could not be written, or if no answer about the rank
-    has come.  Raises UsageError if no rank has log files, or if the option `--attempt`
+    has come.  Raises UsageError if none of the `tails` has a log file, or if the option `--attempt`
     (`get.attempt`) names a start of the workers that has no logs.
     """
     machines, folders = table.machines, dict[tuple[str, Path], list[int]]()
@@ -202,7 +203,7 @@ def dist_status(line: MagicCall) -> None:
 
 
 def doctor_report() -> CommandOutput:
-    """Run `nbdist doctor` in a new process with this process's environment and limits.
+    """Run `nbdist doctor` in a new process, and return its output.
 
     Raises UsageError if the process has not ended after DOCTOR_TIMEOUT seconds.
     """
@@ -284,7 +285,7 @@ def shown_stacks(head: str, stacks: Iterable[Stack], who: Who = name_ranks) -> C
 
     Stacks that differ only in memory addresses or process ids count as equal.  On a page, a click
     opens or closes a stack.  The first stack is open, and so is a further stack if it and all
-    stacks above it have at most `OPEN_LINES` lines.
+    stacks above it together have at most `OPEN_LINES` lines.
     """
     groups, parts, drawn = group_stacks(stacks), [line(bold(head))], 0
     for each in groups:

@@ -50,7 +50,7 @@ def dist_init(line: MagicCall) -> str:
     world_options,
 )
 def dist_restart(line: MagicCall) -> str:
-    """Restart all workers. Always works; worker variables are lost.
+    """Restart all workers. Worker variables are lost, except those after `--keep`.
 
     The notebook keeps its variables.  With `-r 2` only that rank is restarted, and the
     other ranks keep their variables.

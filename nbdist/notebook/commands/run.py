@@ -96,8 +96,8 @@ def _torchruns_line(line: MagicCall) -> Iterator[str]:
     """Yield notes for a line that was written for torchrun.
 
     The notes say which options are ignored, and that `-r 3` selects a rank and not torchrun's
-    redirects.  If all workers are on this machine, the `--rdzv-*` options are ignored too, and are
-    removed from `line.options`.
+    redirects.  If all workers are on this machine, `--rdzv-backend` and `--rdzv-endpoint` are
+    ignored too, and are removed from `line.options`.
     """
     options = line.options
     ignored = list[str](options.ignored or ())
@@ -191,7 +191,8 @@ def debug_ranks(pools: Pools, original: Callable[..., Any], *args: Any, **kwargs
     """Debug a rank if the last error was nbdist's; otherwise call IPython's debugger (`original`).
 
     Wraps `InteractiveShell.debugger`, which `%debug` and `%pdb` call.  The rank is the one that
-    failed first in the last failed cell of any pool.
+    failed first in the last failed cell of any pool.  While `%pdb` is on, does nothing after a
+    UsageError, since no rank has run anything then.
     """
     shell = pools.shell
     is_wanted = bool(args or kwargs) or shell.call_pdb
@@ -305,9 +306,10 @@ def _peak_text(peak: Peak) -> str:
 def tensor_rows(
     by_rank: Mapping[int, Memory], tensors: Iterable[tuple[int, NameMemory]]
 ) -> list[tuple[str, ...]]:
-    """Return the rows of a table of the largest tensors; ranks with equal tensors share a row.
+    """Return a table of the largest tensors, with headings; ranks with equal tensors share a row.
 
-    `tensors` are pairs of a rank and one of its tensors.
+    `tensors` are pairs of a rank and one of its tensors.  `by_rank` has all ranks.  Returns [] if
+    there are no tensors.
     """
     on: dict[NameMemory, list[int]] = {}
     for rank, each in tensors:

@@ -93,7 +93,7 @@ def _bind_gathered(
 
 
 def expressions_in(words: Sequence[str]) -> Iterator[str]:
-    """Yield the expressions in a line: two in `a b[0, 1]` and in `a, b[0]`, one in `x + 1`."""
+    """Yield the expressions in a line's words: two in `a b[0, 1]` or `a, b[0]`, one in `x + 1`."""
     whole = " ".join(words)
     if not all(map(_between_commas, words)) and (expressions := _between_commas(whole)):
         yield from expressions
@@ -132,8 +132,8 @@ def targets_of(
     of the variable, such as `y`.  An expression such as `y[0]` is no name, and is returned as it is
     if the cell assigns the magic's value (`is_assigned`): `x = %dist_gather y[0]`.
 
-    Raises UsageError if an expression has no name in all other cases, if `--as` has more or fewer
-    names than there are expressions, or if two results would have the same name.
+    Raises UsageError if a text is no expression, if a result would have no name, if `--as` has more
+    or fewer names than there are expressions, or if two results would have the same name.
     """
     value_transfer.check_expressions(expressions)
     line = f"`%dist_gather {' '.join(expressions)}`"
@@ -298,7 +298,8 @@ def dist_snapshot(line: MagicCall) -> str:
 def save_due_snapshot(pool: Pool) -> None:
     """Save a snapshot after a cell that succeeded, if one is due by `--every`.
 
-    If the snapshot fails, a line says why, and the cell still succeeds.
+    Does nothing while ranks run another cell.  If the snapshot fails, a line says why, and the cell
+    still succeeds.
     """
     routine = pool.routine
     if pool.world is None or not pool.world.engine.task_table.is_idle:
