@@ -249,8 +249,8 @@ _LOAD_EXT = re.compile(r"^%(?:re)?load_ext\s+([\w.]+)", re.MULTILINE)
 class AutoCells:
     """Wraps the methods by which IPython's kernel or shell runs cells and stores them.
 
-    In auto mode the wrappers replace a cell that the user has typed by code that sends lines to the
-    ranks.  IPython's history stores the typed cell.
+    If lines of a cell must run on the ranks, the wrappers replace the cell by code that sends these
+    lines.  IPython's history stores the cell as the user has typed it.
     """
 
     def __init__(self, pools: Pools) -> None:

@@ -57,9 +57,9 @@ R = TypeVar("R")
 LONG_CELL = 2.0  # seconds; users hardly ever reload the page during a shorter cell
 
 Pack = Callable[[NameTable], Plan]
-"""A function that gets a world's table of names, and plans what to send with a cell.
+"""A function that gets a world's table of names, and plans what to send to the ranks.
 
-The function is called before each attempt: ranks may lack more variables after a failed attempt.
+It is called before each attempt of a cell: ranks may lack more variables after a failed attempt.
 """
 
 

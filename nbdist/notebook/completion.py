@@ -221,7 +221,7 @@ def _ask(
 ) -> Completions | Description | None:
     """Ask an idle rank for completions or a description, and return its answer.
 
-    First asks an idle rank on which the cell would run.  If there is none, asks another idle rank.
+    First asks an idle rank on which the cell would run.  If none answers, asks another idle rank.
     Returns None if no rank has answered after `TIMEOUT` seconds, or if the agent has ended.
     """
     every = range(world.size)

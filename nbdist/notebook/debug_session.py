@@ -44,7 +44,7 @@ class RankSession:
         self.stopped: dict[int, Message] = {}  # the bodies of `stopped` events, by thread
         self.ended: SessionEnded | None = None
         self.has_ended = asyncio.Event()
-        self._refused: dict[str, str] = {}  # why the rank cannot stop in a file, by its path
+        self._refused: dict[str, str] = {}  # by path: why it cannot stop there; "" once told
         self.attaching: asyncio.Task[None] | None = None  # while the rank gets the breakpoints
         self._unsent: deque[tuple[str, Message]] = deque()  # requests that wait for `send_unsent`
         self._count = itertools.count(1)

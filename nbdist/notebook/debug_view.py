@@ -50,7 +50,7 @@ class ShownRank:
     def hide(self, session: RankSession, thread: int | None = None) -> None:
         """If the front end shows this rank, report that the rank goes on.
 
-        After `SETTLE_TIME`, another rank is shown if one is stopped then.  With `thread`, does
+        After `SETTLE_TIME`, a rank is shown if any is stopped then.  With `thread`, does
         nothing unless the front end shows this thread of the rank.
         """
         if self.entry is None or self.entry[0] is not session:

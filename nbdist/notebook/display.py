@@ -189,7 +189,7 @@ class PanelDisplay:
             self._below.add(transcript)
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
-        """Draw the final panel of a cell that has ended, then its figures, each as a display.
+        """Draw the final panel of a cell that has ended, then the displays below, and its figures.
 
         A quiet display shows no output of a cell that has succeeded.
         """

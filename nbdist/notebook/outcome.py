@@ -45,9 +45,10 @@ class LastValues(Mapping[int, Any]):
     """
 
     def __init__(self, values: Mapping[int, Any], fetch: FetchValues) -> None:
-        """`values` has an `Elsewhere` in place of each value that is not in the notebook.
+        """Take over `values`, with an `Elsewhere` for each value that is not in the notebook.
 
-        `fetch` gets such a value from its rank, or raises an error that says why it cannot.
+        `values` has the values by rank.  `fetch` gets the missing values of some ranks, or raises
+        an error that says why it cannot.
         """
         self._values = dict(sorted(values.items()))
         self._fetch = fetch
@@ -311,7 +312,7 @@ def _clock(seconds: float) -> str:
 
 @dataclass
 class Routine:
-    """A pool's plan for automatic snapshots, set by `%dist_snapshot --every`, and a snapshot.
+    """A pool's plan for automatic snapshots, as `%dist_snapshot --every` has set it.
 
     `every` is the number of successful cells after which a snapshot is due; 0 for no automatic
     snapshots.  `selection` has the variables to save, None for all, and the name of the snapshots,

@@ -202,8 +202,9 @@ class Plan:
 
         The cell may call such functions.  This method examines variables that the notebook has
         bound again since ranks got or bound them, and small variables that may have changed in
-        place.  A big value of a variable that was never sent, and that ranks have bound themselves,
-        is not examined.  Then the ranks keep their value, and a notice says so.
+        place.  Variables that the cell itself binds first, or that cannot be sent, are left out.
+        Also left out is a big value of a variable that was never sent, and that ranks have bound
+        themselves: the ranks keep their value, and a notice says so.
         """
         waiting, visited = [*self._table.in_functions], set[str]()
         calls = [bound for name, bound in self.bound_before.items() if self._may_call(name)]

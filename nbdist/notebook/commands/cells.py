@@ -56,7 +56,8 @@ def send(line: MagicCall, steps: CellSteps) -> None:
 
     With `--no-wait` the cell becomes a `Job`, which has its result or error later.  Otherwise this
     function waits for the cell, and raises the cell's error.  With `--here-too` the cell also runs
-    in the notebook, while the ranks run it; raises LocalCellError if it fails only there.
+    in the notebook, while the ranks run it; if it fails there, and the ranks' error is not raised,
+    raises LocalCellError.
     """
     options, pool = line.options, line.pool
     name, here = options.out or "", getattr(options, "here_too", False)
@@ -238,7 +239,8 @@ def _steps(line: MagicCall) -> CellSteps:
 def _split_ranks(_: Magic, text: str) -> tuple[str, list[str]]:
     """Return a line for argparse in which all text except `--pool NAME` is one argument, the ranks.
 
-    Argparse by itself would take `-1` for an option, and `0, 2` for two arguments.
+    Argparse by itself would take `-1` for an option, and `0, 2` for two arguments.  The second
+    value, further words, is always [].  Raises UsageError if the text names no ranks.
     """
     ranks = "".join(_RANK_SEPARATOR.sub(",", POOL.sub(" ", text)).split())
     if not ranks:
