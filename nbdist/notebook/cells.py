@@ -74,7 +74,8 @@ def source_steps(
 
     `first_line` is the line of the cell's magic, "" in auto mode.  `options` are the magic's
     options.  This is a generator, so that a cell can run step by step (`CellSteps`): it yields
-    after each step, and returns the cell's result or error.
+    after each step, and returns the cell's result or error.  If the cell cannot be sent, the
+    generator raises an error.
     """
     cell = as_magic(pool.shell, cell, pool.world if pool.has_workers else None)
     python = check_source(pool.shell, first_line, cell)

@@ -52,7 +52,7 @@ def is_outer(frame: Message) -> bool:
 
 
 def refusal(response: Message) -> str:
-    """Return why a rank cannot stop at one of its breakpoints, as debugpy says it.
+    """Return why a rank cannot stop at one of its breakpoints.
 
     Returns "" if the rank can stop at all of them, or if debugpy gives no reason.  `response` is
     the rank's response to a request `setBreakpoints`.

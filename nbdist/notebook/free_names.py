@@ -96,9 +96,9 @@ def names_bound(source: str) -> frozenset[str]:
 
 
 def names_read_first(source: str) -> frozenset[str]:
-    """Return the names that a cell reads or deletes before it binds them, from top to bottom.
+    """Return the names that a cell, read from top to bottom, reads or deletes before it binds them.
 
-    The bodies of the cell's functions and classes are left out.  Raises SyntaxError.
+    The bodies of the cell's functions and classes, and magics, are left out.  Raises SyntaxError.
     """
     return frozenset(name for name, opname in _cell(source).first.items() if opname in _READS)
 
@@ -210,7 +210,8 @@ class _Code:
     def _reads_of_definition(self, index: int, code: types.CodeType) -> _Reads:
         """Return the names that are read when the function or class of this `code` is made.
 
-        Records the names that are read when the function is called.
+        Records the names that are read when the function is called.  A lambda or a comprehension
+        may run at once, so its names are returned and not recorded.
         """
         inner = _Code(code)
         self.bound |= inner.bound

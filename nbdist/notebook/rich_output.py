@@ -96,7 +96,7 @@ EMPTY = Display({"text/html": EMPTY_HTML, "text/plain": ""}, {})
 
 
 class Below:
-    """Shows displays below a panel, under captions that name their ranks."""
+    """Shows displays below a panel; captions name the ranks if the cell ran on several ranks."""
 
     def __init__(self, pool: str = "") -> None:
         self._pool = pool

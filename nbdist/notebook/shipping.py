@@ -649,7 +649,7 @@ class Plan:
     def _notice_conflict(self, key: int, parts: ChangedParts) -> None:
         """Add notices on parts of an object that both the notebook and ranks have changed.
 
-        `key` is the key of the object; `parts` is None if its parts are not known.  The ranks keep
+        `key` is the key of the object; `parts` is None for the whole object.  The ranks keep
         their values.  The notices say how to send the notebook's values, and how to gather those of
         the ranks.
         """

@@ -107,9 +107,10 @@ def _awaits(shell: InteractiveShell, cell: str) -> bool:
 
 
 def _run_here(line: MagicCall, running: TaskRun) -> BaseException | None:
-    """Run the cell in the notebook too; return its error, which IPython has shown, None without.
+    """Run the cell in the notebook too; return its error, or None if it has succeeded.
 
-    If Stop has ended the cell, interrupts the ranks too and returns None.
+    IPython has shown the error already.  If Stop has ended the cell, interrupts the ranks too and
+    returns None.
     """
     ran: Any = line.pool.shell.run_cell(line.cell)
     error: BaseException | None = ran.error_before_exec
