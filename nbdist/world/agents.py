@@ -127,7 +127,10 @@ class Asking:
             raise
 
     def answer(self, timeout: float) -> queries.QueryMessage:
-        """Return the answer; OSError if it does not come in time, BadFrame if it is invalid."""
+        """Return the world's answer; raise BadFrame if the answer is invalid.
+
+        Raises OSError if no answer comes in time, or if the world closes the connection.
+        """
         deadline, line = time.monotonic() + timeout, bytearray()
         while not line.endswith(b"\n"):
             self._socket.settimeout(max(0.0, deadline - time.monotonic()))

@@ -1,6 +1,6 @@
 """Copies the code in the notebook's folder to nodes that do not share the folder: `--sync-code`.
 
-Runs in the notebook's process.  Before a cell is sent, `CodeSync` lists the files in the folder.
+Runs in the notebook's process.  Before a task is sent, `CodeSync` lists the files in the folder.
 If a file has changed, all files are sent in one archive.  Nodes that have an archive with the same
 digest get nothing (`nbdist.agent.code_folder`).
 """
@@ -126,8 +126,8 @@ def _files_in(folder: Path, above: str = "") -> Iterator[tuple[str, Stamp]]:
     """Yield the path and `Stamp` of each file to send.
 
     If git knows the folder, these are the files that git lists; if not, the Python files.  `QUIET`
-    files are left out.  `above` is put in front of each path.  A repository in the folder, such as
-    a submodule, is searched in the same way.
+    files are left out.  `above` is put in front of each path.  If git lists another repository,
+    such as a submodule, the files in that repository are yielded, too.
     """
     paths = _known_to_git(folder)
     for path in sorted({*(_python_files(folder) if paths is None else paths)}):
@@ -144,9 +144,10 @@ def _files_in(folder: Path, above: str = "") -> Iterator[tuple[str, Stamp]]:
 
 
 def _known_to_git(folder: Path) -> list[str] | None:
-    """Return the paths of the files in `folder` that git tracks or does not ignore.
+    """Return the paths of files that git tracks or does not ignore, relative to `folder`.
 
-    Returns None if git fails.  Raises CodeNotSent if git takes too long.
+    A repository in the folder, such as a submodule, is one path.  Returns None if git fails.
+    Raises CodeNotSent if git takes too long.
     """
     command = [*GIT, "ls-files", "-co", "--exclude-standard", "-z"]
     environ = {**os.environ, **GIT_ENVIRON}

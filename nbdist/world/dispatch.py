@@ -46,7 +46,7 @@ def submit(
 
     `patience` has the timeouts of the task, by default the world's.  `shipped` has by rank the
     names and objects that the task brings to the rank.  If the task cannot run, it is not sent, and
-    an error says why: WorldNotStarted, WorldBusy, RanksNotStopped, WorkerDied, WorldBroken,
+    an error says why, such as WorldNotStarted, WorldBusy, RanksNotStopped, WorkerDied, WorldBroken,
     AgentLost or CodeNotSent.
     """
     inbox.receive_waiting(engine)
@@ -94,7 +94,7 @@ def wait(engine: Engine, running: TaskRun) -> None:
 def check(engine: Engine, running: TaskRun) -> None:
     """Raise the error of a task that was followed to its end; do nothing if it has succeeded.
 
-    Raises KeyboardInterrupt after Stop.
+    Raises KeyboardInterrupt after Stop, even if the task has succeeded.
     """
     if running.stop.was_pressed:
         recovery_text = late_stop_text(running)
@@ -126,9 +126,10 @@ def wait_for_stop(
     """Wait for ranks that still run a stopped task, at most `stop.LATE_TIMEOUT` seconds.
 
     The stopped task is `stopped_run(engine, ranks)`; if there is none, returns "" at once.  Returns
-    sentences about variables that the task has left incomplete or different (`Ending.damage`), or
-    "" if they were the same before the wait.  Another Stop interrupts the ranks again, and raises
-    KeyboardInterrupt.  The newest outputs of the wait can be read by `TaskRun.pop_outputs`.
+    sentences about variables that the task has left incomplete or different (`Ending.damage`).
+    Returns "" if there are no such sentences, or if they are the same as before the wait.  Another
+    Stop interrupts the ranks again, and raises KeyboardInterrupt.  The newest outputs of the wait
+    can be read by `TaskRun.pop_outputs`.
 
     `show_wait` tells the user about the wait; it is not called if all ranks have left the task.
     """
@@ -154,7 +155,7 @@ def wait_for_stop(
 def check_ready(engine: Engine, ranks: Collection[int] | None = None) -> None:
     """Raise an error unless a task for `ranks`, by default all, can be sent now.
 
-    The error says why the task cannot be sent, and names a remedy.
+    The error says why the task cannot be sent.
     """
     tasks, table = engine.task_table, engine.rank_table
     running = tasks.failed_runs[-1] if tasks.failed_runs else None
@@ -183,9 +184,9 @@ def check_ready(engine: Engine, ranks: Collection[int] | None = None) -> None:
 def make_whole(engine: Engine) -> None:
     """Repair a broken group as `on_failure` says; then add ranks on machines that have joined.
 
-    If an earlier `restarts.replace` has failed, also bind the variables that it has kept for new
-    workers (`Engine.kept`).  Raises the errors of `run` if a worker cannot unpickle these
-    variables, which are lost then.
+    Then bind the variables that a restart has kept for new workers (`Engine.kept`).  If a worker
+    cannot unpickle them, they are lost, and the errors of `run` are raised.  Does nothing while a
+    rank runs a task.
     """
     recovery.heal(engine)
     if engine.rank_table.joined and engine.is_whole and engine.task_table.is_idle:

@@ -1,7 +1,7 @@
 """How a task ended: a record with the facts and sentences for the task's error.
 
-Runs in the notebook's process.  `TaskRun` and `nbdist.world.recovery` write the record while the
-task ends, and `nbdist.world.task_error` reads it.
+Runs in the notebook's process.  `TaskRun` and the modules that follow a task, such as
+`nbdist.world.recovery`, write the record.  `nbdist.world.task_error` makes the error from it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from nbdist.errors import AgentLost
 class Ending:
     """What ended a task, what the task has left on its ranks, and what was done about it.
 
-    A text for the user is "" if there is nothing to say.  Add facts by `dataclasses.replace`:
+    `timed_out` is None if the task's timeout has not expired.  Any other text is "" if there is
+    nothing to say.  Add facts by `dataclasses.replace`:
 
         running.ending = replace(running.ending, recovery_text="Rank 2 was restarted.")
     """
@@ -23,7 +24,7 @@ class Ending:
     lost: AgentLost | None = None  # the agent has ended, and the ranks with it
     timed_out: str | None = None  # where the ranks were when the task's timeout expired
     why_died: str = ""  # why gloo ended the process of a rank
-    replicas_text: str = ""  # which ranks of a training ended at other steps, and the remedy
+    replicas_text: str = ""  # at which steps the ranks of a training ended, and the remedy
     incomplete_text: str = ""  # which variables may hold a part of a collective's result
     recovered_ranks: tuple[int, ...] = ()  # the ranks that died or were restarted
     recovery_text: str = ""  # what was done about `recovered_ranks`

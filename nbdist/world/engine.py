@@ -60,7 +60,7 @@ class KeptVariables(NamedTuple):
 
 @dataclass
 class StartNotes:
-    """Texts about the next or the last start, for the user; each is "" if there is nothing to say.
+    """Texts about the next or the last start, for the user; a field is empty if it says nothing.
 
     `warning` is about the options, and `folder_note` says where workers start if the notebook's
     folder was removed.  `missing` are sentences about features that the workers' libraries lack.
@@ -75,9 +75,9 @@ class StartNotes:
 class NotebookHooks:
     """Functions of the notebook that the loops of a world call; by default they do nothing.
 
-    `wait_until_free(ranks)` is called before a task is sent, and waits until none of the ranks runs
-    another task.  `step_others()` is called in each round of the loop that waits for a task, and
-    shows the output of other tasks.
+    `wait_until_free(ranks)` is called before a task is sent, and waits until no job runs on these
+    ranks.  `step_others()` shows the new output of jobs.  It is called in each round of the loop
+    that waits for a task, unless this task is a job itself.
     """
 
     wait_until_free: Callable[[Collection[int]], None] = lambda ranks: None
@@ -375,7 +375,7 @@ class Engine:
         """Ask an idle rank of `ranks` about code that the user types; any thread may call this.
 
         Returns a future, or None if there are no workers or the agent has ended.  Wait for the
-        future with a timeout.  Its result is None if no rank is idle or answers in time.
+        future with a timeout.  Its result is None if no rank is idle, or if none answers in time.
         """
         if not self.state.has_workers:
             return None

@@ -69,8 +69,9 @@ def verdict(places: Mapping[int, RankPosition]) -> str:
 def differing(places: Mapping[int, RankPosition]) -> str:
     """Return a text about the first collective in which ranks have different tensors.
 
-    Write `all_reduce (line 2), sizes differ: rank 0 [2], rank 1 [3]`, and which results are wrong.
-    Return "" if no collective differs between ranks, or if ranks called different operations.
+    Write `all_reduce (line 2), sizes differ: rank 0 [2], rank 1 [3]`.  If ranks have completed the
+    collective, the text also says that their results are or may be wrong.  Return "" if no
+    collective differs between ranks, or if ranks called different operations.
     """
     begun = find_mismatch(places, tensors_of)
     if not begun or len({each.name for each in begun.values()}) > 1:
@@ -216,7 +217,7 @@ def shorten_error(
     script: Script | None,
     errors: Iterable[RankError],
 ) -> Failure:
-    """Return a short `Failure` in place of torch's error about connections that were closed.
+    """Return a short `Failure` in place of the error of a rank whose connections were closed.
 
     If an abort has closed the connections, `aborted` says where the rank waited, and the result
     reads, for example, `Released: waited in all_reduce (cell line 7)`.
@@ -286,7 +287,7 @@ def doing_of(ranks: Sequence[int], place: RankPosition, code: str) -> str:
 
 
 class Alike(NamedTuple):
-    """Ranks whose stacks are equal except for addresses and process ids.
+    """Ranks whose stacks are equal except for addresses, devices and process ids.
 
     `doing` says what the ranks do, `first` is the first rank's stack, and `lines` show its calls.
     """
@@ -302,7 +303,7 @@ class Alike(NamedTuple):
 
 
 def group_stacks(stacks: Iterable[Stack]) -> list[Alike]:
-    """Return the groups of ranks whose stacks are equal except for addresses and process ids."""
+    """Return groups of ranks whose stacks are equal but for addresses, devices and process ids."""
     same: dict[str, list[Stack]] = {}
     for stack in sorted(stacks, key=attrgetter("rank")):
         text = "\n".join([_title(stack, (stack.rank,)), *_calls(stack)])

@@ -36,7 +36,9 @@ CHUNK_BYTES = 4 << 20
 """An answer gets no further items once its items have this many bytes."""
 
 GROWTH = 4
-"""An answer has at most `GROWTH` times as many items as the last answer to the same rank."""
+"""An answer has at most `GROWTH` times as many items as the last answer to the same rank.
+
+The first answer to a rank has at most one item."""
 
 CHUNKS_LEFT = 2
 """If n items are left, an answer has at most n / (`CHUNKS_LEFT` * ranks) of them, but at least one.
@@ -48,7 +50,9 @@ MAX_TRIES = 2
 """Once this many ranks have died with an item, no further rank gets the item."""
 
 Packed = tuple[Payload, Segment | None]
-"""An item, and its shared memory, which stays open until a rank has sent the item's outcome."""
+"""A pickled item, and its shared memory, if it has any.
+
+`ItemQueue` closes the memory when the item is done or given up, or when the queue ends."""
 
 
 @dataclass(slots=True)
@@ -63,10 +67,10 @@ class _Handed:
 class ItemQueue:
     """The items of a `World.map`: which items ranks have, which are left, and the results.
 
-    `results` has the result of each item that is done, by index.  `failures` has, by index, the
-    rank and the outcome of each item for which the function raised.  `problem` is the exception
-    that the iterable `items` has raised, or that says which item cannot be pickled or which result
-    cannot be unpickled.  Once there is a problem, no further items are handed out.
+    `results` has, by index, the result of each item for which the function returned.  `failures`
+    has, by index, the rank and the outcome of each item for which the function raised.  `problem`
+    is the exception that the iterable `items` has raised, or that says which item cannot be pickled
+    or which result cannot be unpickled.  Once there is a problem, no further items are handed out.
     """
 
     def __init__(
@@ -87,7 +91,7 @@ class ItemQueue:
         self.total = _length_of(items)  # the number of items, None if it is not known
         self.results: dict[int, Any] = {}
         self.failures: dict[int, tuple[int, ItemOutcome]] = {}
-        self.texts: dict[int, str] = {}  # by index: the `repr` of failed and lost items, for errors
+        self.texts: dict[int, str] = {}  # by index: short `repr` of items that failed
         self.problem: Exception | None = None
         self.has_ended = False  # if True, no further items are handed out
         self.deaths = 0  # how often an item was with a rank that died

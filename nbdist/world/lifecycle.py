@@ -37,9 +37,10 @@ QUIET_SECONDS = 2.0  # a shorter start on this machine shows no line
 
 
 def starting(engine: Engine) -> Iterator[Starting]:
-    """Start the workers; yield the progress of the start.  Do nothing if there are workers.
+    """Start the workers of a world that is STOPPED or LOST; yield the progress of the start.
 
-    Raises StartError if a worker or the agent cannot start, after ending all that was started.
+    Does nothing in other states.  Raises StartError if a worker or the agent cannot start, after
+    ending all that was started.
     """
     if engine.state not in (WorldState.STOPPED, WorldState.LOST):
         return

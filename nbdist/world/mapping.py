@@ -1,6 +1,6 @@
 """`World.map`: a function is called with many items, each on a rank that is free.
 
-Runs in the notebook's process, on the thread that made the world.  All ranks run one task, in which
+Runs in the notebook's process, on the thread that made the world.  The ranks run a task, in which
 they ask for items until none is left; `nbdist.world.item_queue` decides which rank gets an item.
 """
 
@@ -101,8 +101,8 @@ class ItemMap:
 
         With the option `on_error="return"` an exception counts as a result.  If a rank has died, or
         if ranks ended their task while the caller handled an index, a further task runs the items
-        that are left.  Raises the first error, whose attribute `results` has the results so far.
-        If the generator is closed before its end, the ranks are interrupted.
+        that are left.  Raises the first error, whose attribute `results` has by index the results
+        so far.  If the generator is closed before its end, the ranks are interrupted.
         """
         queue = self._queue
         bar = MapProgress(remote_call.title_of(self._function), is_shown=self._engine.config.show)

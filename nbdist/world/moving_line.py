@@ -28,8 +28,8 @@ class MovingLine:
     def is_due(self, now: float) -> bool:
         """Return True if `show` would draw a text now.
 
-        In a terminal this is `REDRAW_SECONDS` after the last drawing, or earlier if `clear` has
-        erased that text.  Without a terminal the result is False.
+        After a drawing the result is False for `REDRAW_SECONDS`, or until `clear` erases the text.
+        Without a terminal the result is always False.
         """
         return self._is_terminal and now >= self._draw_at
 

@@ -2,8 +2,8 @@
 
 Runs in the notebook's process; the present table of a world is `Engine.names`.  A name belongs to
 the notebook until a task binds the name on a rank.  Then it belongs to that rank until the notebook
-binds it again.  Names that were imported on a rank are imported again if the rank is replaced.  The
-table keeps no big value alive.
+binds it again.  If a rank is replaced, its imports are repeated as far as possible.  The table
+keeps no big value alive.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ class NameTable:
     ) -> None:
         """Fill the table of a world that was taken over from another notebook.
 
-        `bound` has by rank the names that tasks have bound, with the path of an import or None.
+        `bound` has by rank and name the import path of each name that tasks have bound, None for a
+        name without an import.  `ranks` are all ranks, also those without such names.
         """
         self._is_attached = True
         self._ranks = {
@@ -196,9 +197,9 @@ class NameTable:
 
         `surely` has the names that the cell has certainly bound.  Another name, as in
         `if False: model = Net()`, counts only if the notebook now has another object under it.  But
-        the name of a number or short text always counts, because an equal new value cannot be told
-        from the old value.  Names that were sent and that the notebook lacks now count too: the
-        cell may have deleted them, for example by `%xdel` or `globals()`.
+        the name of a plain value, such as a number or a short text, always counts, because an equal
+        new value cannot be told from the old value.  Names that were sent and that the notebook
+        lacks now count too: the cell may have deleted them, for example by `%xdel` or `globals()`.
         """
         self.objects.runs += 1
         for name in {*names, *self._deleted()}:
@@ -501,7 +502,7 @@ class NameTable:
         return [name for name, entry in has.items() if isinstance(entry, kind)]
 
     def lacking_text(self, ranks: Iterable[int]) -> str:
-        """Write the variables that new ranks lack, modules first: `model, x and 3 more`."""
+        """Write the variables that new ranks lack, modules first: `model, a and x`."""
         lost = self._lacking_kinds(ranks)
         return list_names(lost, order=lost)
 

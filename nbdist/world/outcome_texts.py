@@ -1,4 +1,4 @@
-"""Texts and errors about the end of a task: failed and dead ranks, and what was done about them.
+"""Texts and errors about failed and dead ranks, what was done about them, and new world sizes.
 
 Runs in the notebook's process.  The functions only read the engine and the task.
 """

@@ -234,9 +234,10 @@ class Outgoing:
     ) -> Iterator[tuple[Token, set[int]]]:
         """Yield each part of an object that has dropped other objects, and the keys of the latter.
 
-        A part has *dropped* an object if it led to the object when it was sent, and does not now.
-        Ranks may have changed a dropped object: for example, `model.half()` gives each weight new
-        memory, and the ranks may have trained the old memory.
+        `parts` are the changed parts; None, for the whole object, is yielded as one part.  A part
+        has *dropped* an object if it led to the object when it was sent, and does not now.  Ranks
+        may have changed a dropped object: for example, `model.half()` gives each weight new memory,
+        and the ranks may have trained the old memory.
 
         An object that the notebook still has elsewhere does not count as dropped, since ranks keep
         it, too.  But it does count if the part has hidden contents (`_has_hidden_contents`).
@@ -291,8 +292,9 @@ class Outgoing:
     def kept(self) -> dict[int, ChangedParts]:
         """Return, by key, the parts that the notebook has changed and that ranks do not get.
 
-        Ranks have changed these parts too, or have dropped the object.  The caller shows a notice
-        about them.  Each change of an object is returned only once.
+        None stands for a whole object.  Ranks have changed these parts too, or have dropped the
+        object.  The caller shows a notice about them.  Each change of an object is returned only
+        once.
         """
         kept: dict[int, ChangedParts] = {}
         for key in self.states.keys() & self.objects.theirs.keys():

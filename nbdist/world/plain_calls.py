@@ -1,8 +1,8 @@
 """Packs calls of `World.run` that have only plain arguments, such as `run(step, 3, "sgd")`.
 
 Runs in the notebook's process.  The arguments of such a call cannot be changed, so a user cannot
-tell a copy from the original.  Its message therefore needs no keys, and no comparison with objects
-that were sent before.  The pickle of a function is kept until any part of the function changes.
+tell a copy from the original.  Its message therefore needs no keys of objects.  The pickle of a
+function of `__main__` is used again as long as no part of the function changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from nbdist.values.payload import INLINE_LIMIT, Payload, is_atomic
 from nbdist.values.pickling import is_pickled_by_name, pickle
 
 MAX_ARGUMENTS = 16
-"""The most arguments of a plain call, and the most items of a tuple among them."""
+"""The most positional arguments of a plain call, and the most keyword arguments.
+
+A tuple among the arguments has at most this many items, too."""
 
 MAX_KEPT = 64
 """The most functions whose pickles are kept; a further function empties the table."""
@@ -61,12 +63,12 @@ def pack(
     kwargs: Mapping[str, Any],
     is_ours: Callable[[str], bool],
 ) -> PlainCall | None:
-    """Pack a call whose function, arguments and variables are plain; return None for other calls.
+    """Pack a short call whose function, arguments and variables are plain; None for other calls.
 
     A function is plain if it is pickled by its name.  A function of `__main__`, whose variables are
-    in `namespace`, is plain if it captures no variables, has no attributes of its own, and uses
-    only variables that are modules or plain values.  `is_ours(name)` returns True if the value of a
-    name that the function uses is sent with the call.
+    in `namespace`, is plain if it captures no variables, has no attributes of its own, has plain
+    defaults, and uses only variables that are modules or plain values.  `is_ours(name)` returns
+    True if the value of a name that the function uses is sent with the call.
     """
     if not (_are_plain(args) and _are_plain(kwargs.values())):
         return None
@@ -120,7 +122,7 @@ def _by_import(value: Any) -> Any:
 
 
 def _keep(namespace: dict[str, Any], function: Any) -> _KeptFunction | None:
-    """Return the pickle of a plain function of `__main__`, or None if the function is not plain.
+    """Return the pickle of a plain, short function of `__main__`; None for other functions.
 
     An earlier pickle is returned if all parts of the function are still the same objects.
     """
@@ -157,7 +159,7 @@ def _keep(namespace: dict[str, Any], function: Any) -> _KeptFunction | None:
 def _details(function: types.FunctionType) -> Iterator[Any]:
     """Yield a function's name, defaults, annotations and so on, one after the other.
 
-    Together with the code and the source of the cell, this is all that the function's pickle has.
+    The pickle of the function depends on these values, and on the other parts that `_keep` lists.
     """
     yield function.__name__
     for name, value in definitions.details_of(function).items():

@@ -16,9 +16,9 @@ from nbdist.wire.status import Usage
 class RankReports:
     """Where the ranks of a running task are, their memory, and their progress with big values.
 
-    `places` has the newest answer about where ranks are in their code.  `present_places` is the
-    same, but empty from an abort of collectives until the next answer, because the abort moves
-    ranks on.
+    Both `places` and `present_places` have, by rank, the newest answer about where ranks are in
+    their code.  `places` is empty from `record_request` until the next answer.  `present_places` is
+    empty from an abort of collectives until the next answer, because the abort moves ranks on.
     """
 
     def __init__(self) -> None:

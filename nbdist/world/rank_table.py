@@ -22,8 +22,8 @@ from nbdist.world.states import Machines
 class RankTable:
     """The ranks of a world: the spec of the world, and by rank the process, machine and death.
 
-    `apply` copies the facts that the agent or head has sent.  Until it sends other facts, messages
-    about single deaths and machines change `dead` and `joined`.
+    `apply` copies the facts that the agent or head has sent.  Between two calls of `apply`,
+    messages about single deaths and machines change `dead` and `joined`.
 
     `dead` has the deaths of ranks that were not replaced yet.  `replaced` has the deaths of ranks
     that were replaced, until a message tells the user.  `joined` has the names of machines that
@@ -46,8 +46,8 @@ class RankTable:
         # How a broken group was repaired last: as one of the values of the option `--on-failure`.
         # A restart of ranks that the user has requested counts as "heal".
         self.last_policy: OnFailure = "heal"
-        # Which ranks have got new numbers since the group was last whole, in one or more attempts
-        # to form it again.
+        # Which ranks got new numbers when the group was last formed again.  This can have taken
+        # several attempts.
         self.renumbering = Renumbering.none(spec.world_size)
         self._newly_replaced: dict[int, Died] = {}  # ranks replaced since the last `settle_changes`
         self._is_settled = True

@@ -65,11 +65,12 @@ def follow(engine: Engine, running: TaskRun, *, answers: bool = False) -> Follow
             with running.stop.counting_presses():
                 draw(outputs)
 
-    In the loop Stop does not raise KeyboardInterrupt, but is counted in `running.stop.presses`.
-    The first Stop interrupts the ranks, and the loop goes on.  The second Stop ends the loop, even
-    if ranks are unfinished, and so does `Patience.control_timeout` after the first.  For a job,
-    whose `control_timeout` is None, each Stop only interrupts the ranks.  `nbdist.world.stop` has
-    the whole table.
+    While this generator waits, and in the `with` block, Stop raises no KeyboardInterrupt, but is
+    counted in `running.stop.presses`.  The first Stop interrupts the ranks (unless
+    `Patience.holds_stop` is True), and the loop goes on.  The second Stop ends the loop, even if
+    ranks are unfinished, and so does `Patience.control_timeout` after the first.  For a job, whose
+    `control_timeout` is None, each Stop only interrupts the ranks.  `nbdist.world.stop` has the
+    whole table.
 
     The group is healed as the option `--on-failure` says.  If other ranks still run another task,
     the group is healed after that task.  The loop ends early if this process is about to end and

@@ -33,7 +33,10 @@ class Releases:
         self._closed: dict[int, Failure] = {}
 
     def record_aborted(self, places: Mapping[int, RankPosition]) -> None:
-        """Record where ranks of the task were when the agent aborted the collectives of ranks."""
+        """Record that the agent aborts collectives; `places` has by rank where the ranks waited.
+
+        Ranks that do not run the task are left out.
+        """
         self.aborted |= {r: place for r, place in places.items() if r in self._task.ranks}
 
     def record_decision(self, decided: Decided, world_size: int) -> None:

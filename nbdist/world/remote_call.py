@@ -287,8 +287,8 @@ def sending(
     """Pack values for ranks, with references to objects that the ranks already have.
 
     Yields the payloads by rank, and by rank the parcel that records what the payload brings.  Wait
-    for the task within the context, since its end closes the shared memory of the payloads.  Raises
-    any exception of pickling.
+    for the task within the `with` block, since the end of the block closes the shared memory of the
+    payloads.  Raises any exception of pickling, and the errors of `dispatch.run`.
 
     With `are_lent`, the values are arguments of a call, which the ranks should free at its end.
     """
@@ -334,9 +334,10 @@ def _log_kept(outgoing: Outgoing) -> None:
 
 
 def run(engine: Engine, task: Task, max_restarts: int = 0) -> CellResult[Any]:
-    """Run a task, and again if it fails, at most `max_restarts` times; return the last result.
+    """Run a task, and again after a failure, at most `max_restarts` times; return the last result.
 
-    Shows output and raises errors as `outcome` does.
+    The task is not run again after Stop, or after some errors, such as a SyntaxError
+    (`outcome_texts.restart_text`).  Shows output and raises errors as `outcome` does.
     """
     return outcome(engine, _attempts(engine, task, max_restarts))
 

@@ -1,8 +1,9 @@
 """Sentences about the damage that a stopped or failed task has left on its ranks.
 
 Ranks of one training may have made different numbers of optimizer steps, and variables may hold a
-part of the result of an aborted collective.  `nbdist.world.recovery` calls these functions in the
-notebook's process at the end of a task.  The functions do no I/O.
+part of the result of an aborted collective.  `nbdist.world.recovery` and
+`nbdist.world.outcome_texts` call these functions in the notebook's process at the end of a task.
+The functions do no I/O.
 """
 
 from __future__ import annotations

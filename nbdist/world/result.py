@@ -48,7 +48,10 @@ class Contents:
 
     @classmethod
     def read(cls, packed: object, names: Names) -> Contents:
-        """Unpickle what a rank has sent, and leave out attributes that cannot be unpickled."""
+        """Unpickle what a rank has sent, and leave out attributes that cannot be unpickled.
+
+        Returns empty `Contents` if `packed` is no `Payload`.
+        """
         if not isinstance(packed, Payload):
             return cls()
         args, attributes, whole = unpickle(open_payload(packed), names)
@@ -298,12 +301,15 @@ class CellResult(Generic[R_co]):
 
     @property
     def stdout(self) -> dict[int, str]:
-        """The text that each rank has written to stdout, as in a terminal: `result.stdout[1]`."""
+        """By rank, the last lines of stdout as a terminal shows them, without colours.
+
+        At most 10,000 lines of a rank are kept.
+        """
         return {track.rank: track.written() for track in self.transcript}
 
     @property
     def stderr(self) -> dict[int, str]:
-        """The text that each rank has written to stderr, as in a terminal."""
+        """By rank, the last lines of stderr, as `stdout` has those of stdout."""
         return {track.rank: track.written(stderr=True) for track in self.transcript}
 
 

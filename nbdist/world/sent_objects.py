@@ -89,7 +89,8 @@ class SentObjects:
     def record_gained(self, rank: int, keys: Iterable[int]) -> None:
         """Record that a rank has got objects from a file or its old process.
 
-        `keys` are the objects' keys.  Their states are the last that are known on any rank.
+        `keys` are the objects' keys.  Their states are the last that are known on any rank; an
+        object without a known state is not recorded.
         """
         gained = {key: self._last[key] for key in keys if key in self._last}
         for states in self.known.values():

@@ -192,8 +192,8 @@ class SnapshotStore:
     def find(self, key: str | None) -> Snapshot:
         """Return the snapshot with the key `NAME@STAMP`, or the newest with the name `NAME`.
 
-        For a `NAME`, snapshots of other notebooks count only if this notebook has none with it.  If
-        `key` is None, return this notebook's newest snapshot.  Raises UsageError if there is no
+        For a `NAME`, snapshots of other notebooks count only if this notebook has none of the name.
+        If `key` is None, return this notebook's newest snapshot.  Raises UsageError if there is no
         such snapshot.
         """
         name, _, stamp = (key or "").partition("@")

@@ -397,8 +397,9 @@ class NotebookSurroundings:
     def now(self) -> Surroundings | None:
         """Return the notebook's changes that ranks have to make too; None if there are none.
 
-        These are all changes since the spec was made or the world was attached.  Environment
-        variables that the user or nbdist has set for the ranks are left out.
+        These are changes since the spec was made or the world was attached.  Environment variables
+        that the user or nbdist has set for the ranks are left out, and for other machines also
+        variables that `--copy-env` does not name.
         """
         last = self._last
         with suppress(FileNotFoundError):  # the folder was removed: keep the last state

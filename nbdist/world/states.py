@@ -60,7 +60,7 @@ class Event(Enum):
 
 
 FORMED = (WorldState.READY, WorldState.BROKEN)
-"""The states of a world that has workers, and that is not starting, healing or stopping."""
+"""The states to which events lead while a world has workers and is not healing or stopping."""
 
 # No event leads to RUNNING, INTERRUPTING and STUCK: several tasks can run side by side, so
 # `Engine.state` derives these states of a READY world from its tasks.
@@ -163,7 +163,7 @@ def moved_text(moved: Mapping[int, int]) -> str:
     return f"{name_ranks(old)} are now {name_ranks(new)}"
 
 
-SETTLE_SECONDS = 0.1  # seconds to wait after a prompt, in case lower ranks show a prompt too
+SETTLE_SECONDS = 0.1  # seconds to wait after a prompt, in case other ranks show prompts too
 
 STAY_SECONDS = 0.3  # seconds to wait after an answer, in case the same rank shows another prompt
 
@@ -222,8 +222,8 @@ class Prompts:
     def next(self, now: float, unfinished: Collection[int]) -> int | None:
         """Return the rank whose prompt the user should answer now; None if the caller should wait.
 
-        Returns None if there is no prompt.  Also returns None for a short time if a rank of
-        `unfinished`, whose prompt would come first, may still show one.
+        Returns None if there is no prompt.  Also returns None for a short time after a prompt or an
+        answer, if further ranks of `unfinished` may still show a prompt.
         """
         if not self._open:
             return None

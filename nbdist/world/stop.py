@@ -181,7 +181,7 @@ class StopState:
 
     @property
     def will_interrupt(self) -> bool:
-        """Whether the next `poll` interrupts the ranks for the first time."""
+        """Whether the next `poll` handles a Stop, and the task was not stopped before."""
         return self.presses > self._handled and not self.is_stopping
 
     @property

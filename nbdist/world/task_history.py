@@ -214,7 +214,7 @@ class TaskHistory:
 def _entry_of(running: TaskRun, now: int) -> PastTask | None:
     """Return the entry of a task that has ended; `now` is the number of this run.
 
-    Returns None for a task without a text, and for an op that has bound no name.
+    Returns None for a task without a text, and for an op that has bound no name, except a push.
     """
     task = running.task
     kind: TaskKind

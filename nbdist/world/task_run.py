@@ -213,7 +213,10 @@ class TaskRun:
             self.receive(rank, Died(-signal.SIGKILL, time.time_ns()))
 
     def receive(self, rank: int, output: Output) -> None:
-        """Add a rank's output to the transcript and to `pop_outputs`, and update the state."""
+        """Add a rank's output to the transcript, keep it for `pop_outputs`, and update the prompts.
+
+        If the output is an error that the rank's release has caused, a short error takes its place.
+        """
         output = self.releases.shorten(rank, output, is_stopping=self.stop.is_stopping)
         now = time.monotonic()
         match output:

@@ -13,10 +13,11 @@ from nbdist.world.task_run import TaskRun
 class TaskTable:
     """The tasks in progress, and the task that was sent last.
 
-    Several tasks can run side by side on different ranks.  `last` is the task that was sent last.
-    `runs` has, in the order of sending, the last task and all tasks that ranks were still running
-    when the last task was sent.  `failed_runs` has the tasks in which ranks died, until these ranks
-    are replaced.
+    Several tasks can run side by side on different ranks.  `runs` has, in the order of sending, the
+    task that was sent last and all tasks that ranks were still running at that time.  `last` is the
+    task that was sent last.  But once set-up cells have run in new workers, `last` is again the
+    task before these cells.  `failed_runs` has the tasks in which ranks died, until these ranks are
+    replaced.
     """
 
     def __init__(self) -> None:

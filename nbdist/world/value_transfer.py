@@ -54,7 +54,7 @@ def check_expressions(expressions: Sequence[str]) -> None:
 
 
 def variable_in(expression: str) -> str:
-    """Return `model` for `model.head` and `model[0]`; "" for other expressions."""
+    """Return `model` for an expression that begins with `model.` or `model[`; "" for others."""
     match = re.match(r"(\w+)[.\[]", expression)
     return match[1] if match and match[1].isidentifier() else ""
 
@@ -360,10 +360,10 @@ def save(
 ) -> Snapshot:
     """Write variables of each rank to a new snapshot, and return it; see `World.snapshot`.
 
-    If `names` is None, these are all variables that cells have bound or changed on the rank,
-    without those that cannot be pickled.  `name` is by default the store's `default_name`.  Raises
-    UsageError, and leaves no snapshot, if files cannot be written, if one of `names` is on no rank
-    or cannot be pickled, or if there is no variable to write.
+    If `names` is None, these are the variables that cells have bound or changed on the rank,
+    without imports and without those that cannot be pickled.  `name` is by default the store's
+    `default_name`.  Raises UsageError, and leaves no snapshot, if files cannot be written, if one
+    of `names` is on no rank or cannot be pickled, or if there is no variable to write.
     """
     name = store.default_name if name is None else name
     if names is None:

@@ -671,11 +671,12 @@ class World:
             world.snapshot("model", "x", name="epoch-1")
             world.restore("x", name="epoch-1").names  # ('x',)
 
-        By default all variables that cells have bound or changed are written, under the name of the
-        notebook.  The states of the random number generators are saved too.  `restore` reads the
-        snapshot, in this world or a later one.  At least the notebook's 3 newest snapshots of each
-        name are kept.  Raises UsageError if the snapshot cannot be written; nothing has changed
-        then.
+        By default the variables that cells have bound or changed are written, under the name of the
+        notebook.  Imports, and variables that cannot be pickled, are left out; but a variable that
+        is named and cannot be pickled is an error.  The states of the random number generators are
+        saved too.  `restore` reads the snapshot, in this world or a later one.  At least the
+        notebook's 3 newest snapshots of each name are kept.  Raises UsageError if the snapshot
+        cannot be written; nothing has changed then.
         """
         return value_transfer.save(self._ready, self.snapshot_store, _names_in(variables), name)
 
