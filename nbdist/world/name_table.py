@@ -286,7 +286,7 @@ class NameTable:
         self.objects.record_replaced(ranks)
 
     def record_lost(self, ranks: Iterable[int]) -> None:
-        """Record which of the notebook's variables new `ranks` lack because ranks changed them.
+        """Record the notebook's variables that new `ranks` lack: variables that ranks have changed.
 
         An added rank lacks all variables that ranks have changed.  A replaced rank lacks only those
         that its earlier process had, or that were sent with the tasks in which that process died.

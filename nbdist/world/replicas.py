@@ -41,8 +41,9 @@ def find_training(done: Mapping[int, Done]) -> dict[int, Done]:
 def ends_differ(done: Mapping[int, Done], *, were_cut: bool) -> bool:
     """Return True if ranks ended at different optimizer steps, or were cut inside of a step.
 
-    `were_cut` is as in `differing_text`.  Returns False for a single rank.  Also returns False if
-    all ranks raised their own errors inside of the same step, probably at the same line.
+    To end inside of a step is different from ending after the same step.  `were_cut` is as in
+    `differing_text`.  Returns False for a single rank.  Also returns False if all ranks raised
+    their own errors inside of the same step, probably at the same line.
     """
     last_steps = {(each.steps, each.is_in_step) for each in done.values()}
     is_inside = any(is_in_step for _, is_in_step in last_steps)

@@ -382,7 +382,7 @@ def rows(
 
 
 def log_lines(log: LogTail, pattern: re.Pattern[str] | None) -> list[str]:
-    """Return the lines of a log that match the pattern, without colours.
+    """Return the lines of a log that match the pattern (None: all lines), without colours.
 
     If a progress bar has overwritten a line again and again, only the last text counts.
     """

@@ -6,7 +6,7 @@
 the `.frames` files themselves (`nbdist.worker.ops.snapshot`).
 
 Until a snapshot is complete, the name of its folder begins with a dot.  Each new folder is private
-and has a lock file; a folder without a lock file is never removed (`nbdist.system.folders`).  A
+and has a lock file; a snapshot without a lock file is never removed (`nbdist.system.folders`).  A
 process holds the lock while it writes a snapshot, so an incomplete folder that is not locked was
 left by a killed process.  A snapshot is a pickle, which can run any code.  So only files are read
 that belong to this user and that no other user can write.

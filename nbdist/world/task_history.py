@@ -23,7 +23,7 @@ from nbdist.world.sent_objects import Parcel
 from nbdist.world.task_run import TaskRun
 
 ANY = -1
-"""A key in `Task.names` of a set-up cell, in place of a rank: its names are for every new rank."""
+"""A key in `Task.names` of a set-up cell, in place of a rank: for names that each new rank gets."""
 
 
 class Setup:

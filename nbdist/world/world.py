@@ -328,9 +328,10 @@ class World:
             world.run(functools.partial(shard, rank=3), rank=0)  # `shard` has its own `rank`
 
         The function, its arguments and the variables of `__main__` that it uses are sent to the
-        workers, and removed there after the call.  For a name that the workers have bound, the
-        function sees the workers' own value; for a name that a cell has sent to them, the present
-        value of the notebook.  Variables that it binds by `global` stay.
+        workers, and usually removed there after the call.  For a name that the workers have bound,
+        the function sees the workers' own value; for a name that a cell has sent to them, the
+        present value of the notebook.  If the function binds variables by `global`, they stay, and
+        so do the variables that were sent for the call.
 
         If the function stores an argument on all ranks, a later call with the same argument gets
         the stored object, with the changes of the ranks, as in a program of one process.  If only
