@@ -67,10 +67,11 @@ class _Handed:
 class ItemQueue:
     """The items of a `World.map`: which items ranks have, which are left, and the results.
 
-    `results` has, by index, the result of each item for which the function returned.  `failures`
-    has, by index, the rank and the outcome of each item for which the function raised.  `problem`
-    is the exception that the iterable `items` has raised, or that says which item cannot be pickled
-    or which result cannot be unpickled.  Once there is a problem, no further items are handed out.
+    `results` has, by index, the results that have come from ranks.  `failures` has, by index, the
+    rank and the outcome of each item for which the function raised or its result could not be sent.
+    `problem` is the exception that the iterable `items` has raised, or that says which item cannot
+    be pickled or which result cannot be unpickled.  Once there is a problem, no further items are
+    handed out.
     """
 
     def __init__(

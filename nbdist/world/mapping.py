@@ -213,7 +213,7 @@ class ItemMap:
     def _error_of(
         self, running: TaskRun, index: int, rank: int, outcome: ItemOutcome
     ) -> BaseException:
-        """Return the exception about an item for which the function has raised on `rank`."""
+        """Return the exception about an item that has failed on `rank`, as `outcome` says."""
         failure, members = outcome.failure, running.members
         assert failure is not None
         blame = self._blame(running, rank, failure)

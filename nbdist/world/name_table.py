@@ -562,7 +562,10 @@ class NameTable:
 
 
 def _is_kept(identity: Identity | None, value: Any) -> bool:
-    """Return True if the notebook's value is certainly the object that `identity` identifies."""
+    """Return True if the notebook's value counts as the object of `identity`, and is not atomic.
+
+    An atomic value, such as a number, may have been assigned again.
+    """
     return identity is not None and not is_atomic(value) and identity.is_still(value)
 
 

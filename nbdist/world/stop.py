@@ -152,7 +152,9 @@ class StopState:
         self.spared: frozenset[int] = frozenset()  # ranks that are killed only if Stop comes again
         # At this time the agent is asked to spare the ranks.  Then the user gets control.
         self.deadline = float("inf")
-        self.is_left = False  # True once Stop has returned control although ranks ran the task
+        self.is_left = (
+            False  # True once the user has got control although ranks ran the stopped task
+        )
         self.was_stalled = False  # a network between ranks was stalled when Stop came
         self._handled = 0  # presses that `poll` has acted on
         self._control_timeout = patience.control_timeout

@@ -410,11 +410,12 @@ class World:
                 exceptions stand among the results in place of values.
 
         Raises:
-            WorkerError: the function raised; the message names the item.  WorkerDied: a rank died,
-                and the rank that got its item next did too.  After a single death other ranks run
-                the items of the dead rank, so an item can run twice.
-            UsageError: an item, or a result, cannot be pickled, or has more than 32 MiB and goes to
-                or comes from another machine.
+            WorkerError: the function raised, or a result cannot be pickled, or has more than 32 MiB
+                and comes from another machine; the message names the item.  WorkerDied: a rank
+                died, and the rank that got its item next did too.  After a single death other ranks
+                run the items of the dead rank, so an item can run twice.
+            UsageError: an item cannot be pickled, or has more than 32 MiB and goes to another
+                machine, or a result cannot be rebuilt in this process.
         """
         chosen = self._select(ranks, rank)
         on = None if ranks is None and rank is None else chosen
