@@ -212,7 +212,8 @@ class World:
 
         Without `keep` this works in every state of the world.  With `keep` the ranks must be ready
         for a task, in which they send the variables.  CUDA tensors come back on the CPU.  `changes`
-        are arguments of `World` with new values; the other arguments stay as they are.
+        are arguments of `World` with new values; other arguments stay as they are, unless they
+        contradict the new ones.
         """
         restarts.restart(self.engine, n, keep, **changes)
 
