@@ -1,1 +1,1 @@
-"""Pickles values for other processes, and finds changes of objects that they have in common."""
+"""Pickles values for other processes, and finds changes of objects that the processes share."""

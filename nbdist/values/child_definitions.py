@@ -36,10 +36,10 @@ _marked: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 def share_definitions_with_children() -> None:
     """Let this process and its multiprocessing children exchange functions and classes of cells.
 
-    A spawned child cannot import a worker's `__main__`, so a function or class of `__main__` is
-    pickled by value.  A receiver that already has it makes no copy: a forked child has inherited
-    it, and the worker has it if a child sends it back.  A copy would have other globals, and
-    instances of a copied class would fail `isinstance`.
+    A spawned child cannot import a worker's `__main__`.  So a function or class of `__main__` is
+    pickled by value, unless the receiver finds it by its name (`_is_found_by_name`).  A receiver
+    that has a function or class with the same mark uses that one, and makes no copy: a copy would
+    have other globals, and instances of a copied class would fail `isinstance`.
     """
     _pickle_by_value()
     # A spawned child imports the parent's script as `__mp_main__`, and sends that name in pickles.
@@ -113,7 +113,7 @@ def _mark(value: Any) -> str:
 
 
 def _mark_all(kind: type | None = None) -> None:
-    """Give a mark to each function and class in `__main__`, or in the class `kind`.
+    """Give marks to the functions and classes that `__main__`, or the class `kind`, defines.
 
     Functions and classes inside of a marked class get marks, too.  A name is skipped unless
     it is the definition's own name, so a class with a reference to itself is marked only once.

@@ -1,4 +1,4 @@
-"""Gives a class the same id on all ranks if they have defined it by the same cell.
+"""Gives equal classes that several ranks have defined in the same task the same id.
 
 So the notebook gets a single class if it gathers instances of the class from several ranks.  Runs
 in workers, whose kernels call `name_classes` after a task.
@@ -20,12 +20,13 @@ from nbdist.values.definitions import Variable
 
 
 def name_classes(names: Mapping[str, Any], task_id: str) -> None:
-    """Give ids to the classes that a task has bound; equal classes of two ranks get equal ids.
+    """Give ids to classes that a task has defined; equal classes of two ranks get equal ids.
 
-    A receiver of pickles recognizes a class by its id.  `names` has the variables that the task
-    has bound.  A class that already has an id, because it came from the notebook or was pickled
-    before, keeps that id.  If the code or plain values of a class differ between two ranks, the
-    ranks get different ids.  Only the first 10,000 values of a class are compared.
+    A receiver of pickles recognizes a class by its id.  `names` has, by name, the variables that
+    the task has bound.  Only classes of `__main__` get ids.  A class that already has an id,
+    because it came from the notebook or was pickled before, keeps that id.  If the code or plain
+    values of a class differ between two ranks, the two classes get different ids.  Of a large
+    class, only a part is compared (`_outline`).
     """
     for name, kind in _classes_in(names, ""):
         if kind in by_value._DYNAMIC_CLASS_TRACKER_BY_CLASS:
@@ -55,10 +56,11 @@ def _classes_in(names: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, ty
 
 
 def _outline(kind: type) -> Any:
-    """Return a class's code and plain values as tuples, lists and texts.
+    """Return a class's code and plain values as nested tuples and lists.
 
-    For equal classes, the `repr` of the result is the same in all processes.  At most
-    `_LARGEST_OUTLINE` values are read.
+    For equal classes, the `repr` of the result is the same in all processes.  An object that is
+    neither code nor a plain value is represented by the name of its type.  Of a large class, only
+    about `_LARGEST_OUTLINE` values are read.
     """
     remaining = _LARGEST_OUTLINE
 
@@ -101,5 +103,5 @@ def _outline(kind: type) -> Any:
 
 
 _ATOMS = {str, bytes, int, float, complex, bool, type(None), type(...)}
-_LARGEST_OUTLINE = 10_000  # the most values of a class that are read, and characters of each text
+_LARGEST_OUTLINE = 10_000  # about how many values of a class, and characters of a text, are read
 _DEEPEST_OUTLINE = 20

@@ -27,10 +27,11 @@ def copy_into(
     pairs of an old and a new object.  `tops` are new values: each of their parts that was copied
     into an old object is replaced by the old object.
 
-    Return two results.  The first has, by the id of each new object, the object that is used in its
-    place.  The second has the names of variables whose old values were not changed.  Either the
-    change is impossible, for example because a tensor has another shape, or the new value shares a
-    tensor or module with the new value of another variable that could not be changed.
+    Return two results.  The first has, by the id of a new object, the object that is used in its
+    place: an old object, or the new object itself.  The second has the names of variables whose old
+    values cannot be changed in place.  Either the values do not fit, for example because a tensor
+    has another shape, or the new value shares a tensor or module with the new value of another
+    variable that cannot be changed in place.
     """
     failed, kept = set[str](), set[int]()
     while True:
@@ -50,7 +51,10 @@ def copy_into(
 
 
 class _Copying:
-    """Pairs old and new objects, part by part, then copies the new objects into the old ones."""
+    """Pairs old and new objects, part by part, then copies the new objects into the old ones.
+
+    `kept` has the ids of new objects that must not be copied into old objects.
+    """
 
     def __init__(self, kept: set[int]) -> None:
         self._kept = kept
@@ -61,10 +65,10 @@ class _Copying:
     def match(self, old: Any, new: Any, *, is_top: bool = False) -> bool:
         """Pair an old and a new object, and their parts, for `copy`; return True on success.
 
-        Return False if a tensor or module cannot be changed in place, or if `new` is paired with
-        another object already.  Any other two parts that do not fit, such as a list and a tuple,
-        are no failure: `copy` will put the new part into the old object.  With `is_top`, return
-        False also if `old` and `new` themselves do not fit.
+        Return False if a tensor or module cannot be changed in place, if `new` is in `kept`, or if
+        `new` is paired with another old object already.  Any other two parts that do not fit, such
+        as a list and a tuple, are no failure: `copy` will replace the old part by the new part.
+        With `is_top`, return False also if `old` itself cannot be changed in place, as a number.
         """
         if type(new) in ATOMIC:
             return not is_top
@@ -132,7 +136,7 @@ class _Copying:
         )
 
     def strict_ids_in(self, value: Any) -> set[int]:
-        """Return the ids of a value's tensors and modules, in containers and attributes too."""
+        """Return the ids of the tensors and modules in a value, its containers and attributes."""
         ids, seen_ids, waiting = set[int](), set[int](), [value]
         while waiting:
             part = waiting.pop()
@@ -203,6 +207,7 @@ class _Copying:
         """Return the old object with which a new object is paired, or the new object itself.
 
         In a new object that is not paired, parts that are paired are replaced by their old objects.
+        For a tuple, return a new tuple of such objects.
         """
         partner = self.instead.get(id(value), _UNPAIRED)
         if partner is not _UNPAIRED:
@@ -241,7 +246,9 @@ def _is_definition(value: Any) -> bool:
 def _parts_of_definition(value: Any) -> dict[Any, Any]:
     """Return a class's attributes, or a function's attributes, defaults and captured values.
 
-    The key of a captured value is the number of its variable in the closure, and not a name.
+    They are returned by name; the key of a captured value is the number of its variable in the
+    closure.  Attributes such as `__doc__` of a class, and parts of a function that are None, are
+    left out.
     """
     if isinstance(value, type):
         return {name: part for name, part in vars(value).items() if not name.startswith("__")}

@@ -117,7 +117,8 @@ class MadeBy:
 class Variable:
     """Is pickled in place of a `cell`, the object in which Python keeps a captured variable.
 
-    Closures with the same cell get the same `Variable`, so they share a cell in the receiver, too.
+    In one pickle, closures with the same cell get the same `Variable`, so they share a cell in the
+    receiver, too.
     """
 
     def __init__(self, cell: types.CellType) -> None:
@@ -155,9 +156,9 @@ def require_importable(module: types.ModuleType) -> str:
 
 
 def global_names(code: types.CodeType) -> frozenset[str]:
-    """Return the global names that a function's code reads or deletes.
+    """Return the global names that a function's code may read or delete.
 
-    The code of functions and classes inside of the function counts, too.
+    They include names of built-ins, and names in functions and classes inside of the function.
     """
     if (cached := _names_of_code.get(code)) is not None:
         return cached
@@ -207,7 +208,7 @@ def imported_submodules(
 
 
 def pop_slots(kind: type, state: dict[str, Any]) -> tuple[str, ...] | None:
-    """Return the slots that a class itself defines; None if the class has no `__slots__`.
+    """Return the names of the slots that a class itself defines; None if it has no `__slots__`.
 
     Return None also for a `NamedTuple`, because Python gives its class empty slots in any case.
     `state` has the attributes of the class that will be pickled.  This function removes from
@@ -219,7 +220,7 @@ def pop_slots(kind: type, state: dict[str, Any]) -> tuple[str, ...] | None:
     body = kind.__dict__.items()
     slots = [(name, value) for name, value in body if isinstance(value, types.MemberDescriptorType)]
     members = [name for name, value in slots if value.__objclass__ is kind]
-    for name in members:  # cloudpickle leaves slots such as `__x`, whose names Python mangles
+    for name in members:  # cloudpickle removes slots too, but not `__x`, which Python mangles
         state.pop(name, None)
     made = {name for name, value in body if isinstance(value, types.GetSetDescriptorType)}
     return (*members, *sorted(made & _SPECIAL_SLOTS))
@@ -287,7 +288,7 @@ def other_name(kind: type) -> str | None:
 
 # --- objects that know which process they are in ---------------------------------------------
 
-is_rank = False  # True in workers, which may pickle process-bound objects; a notebook may not
+is_rank = False  # True in workers, which may pickle objects that a notebook may not
 
 _OF_ONE_PROCESS = frozenset(
     {
@@ -306,9 +307,10 @@ _OF_ONE_PROCESS = frozenset(
         "wandb.sdk.wandb_run.Run",
     }
 )
-"""Classes of process-bound objects, which know their process's rank and the number of processes.
+"""The names of classes whose objects belong to one process, and which a notebook may not pickle.
 
-If the notebook sent such an object to a rank, it would say there that it is process 0 of 1.
+For example, an object of Accelerate knows the rank of its process and the number of processes.  On
+a rank, a copy of the notebook's object would say that it is in process 0 of 1.
 """
 
 
@@ -359,7 +361,9 @@ def receiving_namespace() -> dict[str, Any]:
 
 
 MAIN = MadeBy(receiving_namespace)
-"""Is pickled in place of a function's globals; the receiver calls `receiving_namespace` for them.
+"""Is pickled in place of the globals of a function of `__main__`.
+
+The receiver calls `receiving_namespace` to get the globals.
 """
 
 
@@ -412,7 +416,7 @@ def dead_reference() -> weakref.ref[Any]:
 
 
 def make_class(maker: Callable[..., type], args: tuple[Any, ...], qualname: str) -> type:
-    """Return the class that a pickle describes, or make it if this process does not have it yet.
+    """Return the class that a pickle describes; make it if this process does not have it yet.
 
     cloudpickle makes a class by `maker(*args)`; `args` has the id by which the class is known.
     `qualname` is the `__qualname__` of a new class; `fill_class` later sets its attributes.
@@ -470,9 +474,9 @@ def _without_hooks(args: tuple[Any, ...], only: Container[type] | None = None) -
 
 
 def fill_class(kind: type, state: Any) -> None:
-    """Set the sender's attributes on a class that `make_class` has made.
+    """Set the sender's attributes on a class that `make_class` has made, now or earlier.
 
-    A class that this process had before is not changed.
+    A class that this process has defined itself is not changed.
     """
     if kind in _received:
         attributes, slots, *of_members = state
@@ -492,7 +496,7 @@ class CellSource(NamedTuple):
 
 
 def cell_source(filename: str) -> CellSource | None:
-    """Return the cell that was compiled under this file name; None for a real file's name."""
+    """Return the cell that was compiled under this file name; None if there is no such cell."""
     match linecache.cache.get(filename):
         # A cell's entry has no modification time, since it was not read from a file.  IPython 7
         # adds entries with a time, but their files do not exist.

@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 PIECE_BYTES = 16 << 20
-"""Memory of more than this many bytes is digested in pieces of this size, by several threads."""
+"""Memory of more than this many bytes is digested in pieces of this size, by up to four threads."""
 
 _SAMPLE_BYTES, _SAMPLES = 4096, 64
 
@@ -21,8 +21,8 @@ _SAMPLE_BYTES, _SAMPLES = 4096, 64
 def digest_bytes(data: Any) -> str:
     """Return a digest that is the same in every process: the number of bytes and an XXH3-128.
 
-    XXH3 reads some 7 GB/s on one core.  Memory of more than PIECE_BYTES is read in pieces by
-    several threads, and its digest is computed from the digests of the pieces.
+    XXH3 reads some 7 GB/s on one core.  Memory of more than PIECE_BYTES is read in pieces by up to
+    four threads, and its digest is computed from the digests of the pieces.
     """
     view = memoryview(data).cast("B")
     if view.nbytes <= PIECE_BYTES:
@@ -34,7 +34,7 @@ def digest_bytes(data: Any) -> str:
 
 
 def digest_pieces(pieces: Iterable[Any]) -> str:
-    """Return the XXH3-128 digest of the pieces, as one sequence of bytes, without threads."""
+    """Return the XXH3-128 digest of the bytes of all pieces in order, without using threads."""
     digest = xxhash.xxh3_128()
     for each in pieces:
         digest.update(each)
@@ -42,7 +42,7 @@ def digest_pieces(pieces: Iterable[Any]) -> str:
 
 
 def sample_of(data: Any) -> str:
-    """Return a digest of the number of bytes and of some 64 pages, spread evenly over the bytes.
+    """Return a digest of the number of bytes and of at most some 64 pages, evenly spread.
 
     If two digests differ, the bytes differ.  If they are equal, the bytes may still differ.
     """

@@ -1,4 +1,4 @@
-"""Writes and reads messages with variables, which refer to objects that the receiver already has.
+"""Writes and reads messages with variables; objects that the receiver has are sent as their keys.
 
 The notebook writes a message (`write`), and a rank reads it (`read`).  A message has values by
 name, updates of objects that the receiver has, and the keys of objects that are new to the
@@ -38,13 +38,13 @@ from nbdist.values.updates import ObjectUpdate
 READ_FROM = 1 << 20
 """A pickle of so many bytes or more is read by functions in Python, so that Stop can interrupt.
 
-The C code of pickle would read all bytes before Stop takes effect.  Smaller pickles take only some
-10 ms.
+The C code of pickle would read all bytes before Stop takes effect.  It reads a smaller pickle in
+only some 10 ms.
 """
 
 
 class ValueMessage(NamedTuple):
-    """A message for a rank; `size` is in bytes, and `keys` are keys that are new to the rank."""
+    """A message for a rank; `size` is in bytes, and `keys` are of objects new to the rank."""
 
     frames: Sequence[Buffer]
     size: int
@@ -57,7 +57,7 @@ class ReceivedMessage(NamedTuple):
     values: dict[str, Any]  # by the name of the variable
     updates: list[ObjectUpdate]
     objects: list[tuple[int, str, Any]]  # new objects: key, tool such as "dict", object
-    blocks: list[tuple[int, str, Any]]  # new memory blocks: key, digest, array or storage
+    blocks: list[tuple[int, str, Any]]  # new memory blocks: key, digest or "", array of the bytes
 
 
 _DEFINED = (types.FunctionType, type, definitions.Import)
@@ -166,7 +166,7 @@ class _Memory(TensorReducer):
     def reduce_array(self, value: Any) -> Reduced:
         """Reduce a numpy array to a view of its memory block.
 
-        Return NotImplemented if the array has no memory block: then numpy pickles the array.
+        Return NotImplemented if the array is in no memory block: it is pickled as a whole then.
         """
         if value.dtype.hasobject or not value.size:
             return NotImplemented
@@ -230,10 +230,10 @@ class _Memory(TensorReducer):
         return contents, tuple(new if old else 0 for old, new in kept)
 
     def contents_of(self, block: MemoryBlock, owner: Any = None) -> Any:
-        """Return a memory block's bytes as a buffer: on the CPU without a copy, else as a copy.
+        """Return a memory block's bytes as a buffer: a view of the CPU's memory, or else a copy.
 
-        `owner` is the storage with the memory.  A buffer without a copy keeps `owner` alive; if
-        `owner` is None, the caller must keep the memory alive.
+        `owner` is the storage with the memory.  A view keeps `owner` alive; if `owner` is None, the
+        caller must keep the memory alive.
         """
         if block.device != "cpu":
             flat = flat_tensor(owner)[block.start - owner.data_ptr() :][: block.size]
@@ -250,7 +250,10 @@ def _keep_owner(view: memoryview, owner: Any) -> Any:
 
 
 class _BlockPiece:
-    """Stands in a pickle for a memory block; the receiver gets an array of the block's bytes."""
+    """Stands in a pickle for a memory block.
+
+    A receiver that does not have the block gets an array of the block's bytes.
+    """
 
     def __init__(self, block: MemoryBlock) -> None:
         self.block = block
@@ -330,8 +333,9 @@ def write(
 ) -> ValueMessage:
     """Pickle values and updates for ranks that have the objects whose keys are in `sent`.
 
-    New objects are those that have a key in `states` but not in `sent`.  The message lists them, so
-    that the receiver can register them.  Raises any error that pickling raises.
+    `values` has variables by name, and `states` has states by key.  The message lists the objects
+    with a key in `states` that it brings to the receiver, so that the receiver can register them.
+    Raises any error that pickling raises.
     """
     kind = _ReferringPickler if sent else _LinkedPickler
     pickler = kind(namespace, links, _Known(links, sent), sent)

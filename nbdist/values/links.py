@@ -1,9 +1,10 @@
-"""Tables of objects by key: an object of the notebook and its counterpart on a rank have one key.
+"""Tables of objects by key: an object of the notebook has the same key as its counterparts.
 
 The notebook gives a key to each object that it sends and whose identity matters; each rank keeps
-its own object under the same key.  Both processes use this file.  A table has weak references to
-most objects, and does not keep these alive.  Lists, dicts and other objects without weak references
-are held until `drop_unused` finds that nothing else refers to them, or their key is dropped.
+its own object under the same key.  The notebook and each rank have such a table.  A table has weak
+references to most objects, and does not keep these alive.  Lists, dicts and other objects without
+weak references are held until `drop_unused` finds that nothing else refers to them, or their key is
+dropped.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ MAX_WHOLE_BYTES = 64 << 20
 """Memory with at most so many bytes is sent as a whole, even for a view of a part of it.
 
 So other views of the memory that are sent later share memory on the ranks, too.  Of bigger memory,
-only the bytes that the view spans are sent if they are less than half.  A view whose elements lie
-far apart (`is_scattered`) is copied instead."""
+only the bytes that the view spans are sent if they are less than half.  If the elements of a tensor
+lie far apart in memory of more than 1 MiB (`is_scattered`), mostly the elements alone are sent."""
 
 
 ALIGNMENT = 64
@@ -62,7 +63,7 @@ class _StrongEntry:
 
 
 class _Owners:
-    """Weak references to all objects that keep one piece of memory alive."""
+    """Weak references to the objects that keep one piece of memory alive."""
 
     __slots__ = ("_refs",)
 
@@ -74,7 +75,7 @@ class _Owners:
         return next((owner for ref in self._refs if (owner := ref()) is not None), None)
 
     def add(self, ref: Callable[[], Any]) -> None:
-        """Add a reference if the list lacks it, and drop references to objects that have ended."""
+        """Add a reference unless it is here; then also drop references to ended objects."""
         if all(ref is not each for each in self._refs):
             self._refs = [*(each for each in self._refs if each() is not None), ref]
 
@@ -83,10 +84,10 @@ class _Owners:
 class MemoryBlock:
     """Memory of tensors and arrays that is sent as one piece: the bytes from `start` to `end`.
 
-    `owner()` returns the object that keeps the memory alive, or None if the memory was freed.  On a
+    `owner()` returns an object that keeps the memory alive, or None if the memory was freed.  On a
     rank, this object is an array of the bytes.  If a tensor has only few elements, which lie far
-    apart in memory, only the elements are sent.  Then `copied` identifies the elements, and `start`
-    and `end` are 0.
+    apart in memory, only the elements are sent.  Then `copied` identifies the elements in the
+    notebook's block, and `start`, `end` and `size` are 0 there.
     """
 
     key: int
@@ -96,7 +97,7 @@ class MemoryBlock:
     device: str = "cpu"
     copied: tuple[Any, ...] = ()
     users: list[Any] = field(default_factory=list)  # weak references to a rank's tensors
-    size: int = field(init=False)  # the number of bytes
+    size: int = field(init=False)  # the number of bytes from `start` to `end`
     _view: memoryview | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -113,7 +114,7 @@ class MemoryBlock:
             self.owner = _Owners(self.owner, owner)
 
     def owner_storage(self) -> Any:
-        """Return the storage that keeps memory on a device alive; None for memory of the CPU."""
+        """Return the storage with memory on a GPU; None for memory of the CPU or freed memory."""
         if self.device == "cpu":
             return None
         return self.owner()
@@ -151,7 +152,8 @@ class Links:
         self.by_key: dict[int, LinkEntry] = {}
         self._strong: dict[int, _StrongEntry] = {}
         self.blocks = Blocks(self)
-        self.has_dead = False  # whether an object has ended, so that its parts may be unused
+        # Whether an object has ended since the last `drop_unused`, so that its parts may be unused.
+        self.has_dead = False
         self._next = itertools.count(random.SystemRandom().getrandbits(40) << 22)
         self._dead: list[int] = []
 
@@ -216,7 +218,7 @@ class Links:
         self.by_key[entry.key] = entry
 
     def renew_key(self, key: int) -> None:
-        """Give the object with this key another key; memory gets another when it is sent again.
+        """Give the object with this key another key; memory gets one when it is sent again.
 
         The old key counts as dead, so the ranks forget the old counterpart.
         """
@@ -234,7 +236,7 @@ class Links:
             self.blocks.forget(key)
 
     def pop_dead_keys(self) -> tuple[int, ...]:
-        """Return the keys that have lost their objects or memory since the last call."""
+        """Return the keys that have lost their objects or memory blocks since the last call."""
         self.blocks.drop_dead()
         dead, self._dead = self._dead, []
         return tuple(dead)
@@ -243,7 +245,7 @@ class Links:
         """Drop the objects that only this table keeps alive.
 
         If a dropped list was the last to refer to another object of the table, that object is
-        dropped, too.  `before_drop` is called with the entries of objects before they are dropped.
+        dropped, too.  `before_drop` is called with entries before their objects are dropped.
         """
         self.has_dead = False
         while True:
@@ -392,7 +394,7 @@ class Blocks:
             self._remove(block)
 
     def drop_dead(self) -> None:
-        """Drop the blocks whose memory was freed, and record their keys for `pop_dead_keys`."""
+        """Drop the blocks without owners and users, and record their keys for `pop_dead_keys`."""
         for block in [*self._by_key.values()]:
             if block.owner() is None and block.users_storage() is None:
                 self._links._dead.append(block.key)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 
 def has_plain_memory(torch: Any, tensor: Any) -> bool:
-    """Return True if a tensor or parameter is a plain view of memory; False for subclasses."""
+    """Return True if a tensor is a plain view of memory; False for subclasses but `Parameter`."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -43,7 +43,7 @@ def is_plain_array(value: Any) -> bool:
 
 
 def attributes_of_array(value: Any) -> dict[str, Any]:
-    """Return the attributes of an array whose class is of `__main__`; {} for any other array."""
+    """Return the attributes of an array whose class `__main__` defines; {} for any other array."""
     return dict(getattr(value, "__dict__", {})) if type(value).__module__ == "__main__" else {}
 
 
@@ -60,7 +60,7 @@ def span_of_tensor(data: Any) -> tuple[int, int]:
 
 
 def span_of_array(value: Any) -> tuple[int, int]:
-    """Return the lowest address of an element of a numpy array, and the address after the highest.
+    """Return the address of the lowest byte of a numpy array, and the one after the highest byte.
 
     The array must have elements.
     """
@@ -156,8 +156,7 @@ def is_of_file(value: Any) -> bool:
 def reduce_to_file(value: Any) -> Any:
     """Reduce a `numpy.memmap` to its place in its file, if the file is still at its path.
 
-    Return what `__reduce__` would return.  Return NotImplemented if the file is no longer at its
-    path, and for any other value.
+    Return what `__reduce__` would return, or NotImplemented if `is_of_file` is False for the value.
     """
     return reduce_file_array(value) if is_of_file(value) else NotImplemented
 
@@ -165,8 +164,8 @@ def reduce_to_file(value: Any) -> Any:
 def reduce_file_array(value: Any) -> Any:
     """Reduce a `numpy.memmap` to its place in its file, so that the receiver maps the same file.
 
-    Return what `__reduce__` would return, and NotImplemented for any other value.  This function
-    does not check whether the file is still at its path.
+    Return what `__reduce__` would return, or NotImplemented if `file_span_of` returns None for the
+    value.  This function does not check whether the file is still at its path.
     """
     if (span := file_span_of(value)) is None:
         return NotImplemented
@@ -199,7 +198,8 @@ def map_file(
 def _shared_file_at(start: int, end: int) -> tuple[int, int] | None:
     """Return inode and offset of the file that is mapped as shared memory at these addresses.
 
-    Return None if no file is mapped there, or if the addresses are not all in one mapping.
+    Return None if no file is mapped there, if its mapping is private, or if the addresses are not
+    all in one mapping.
     """
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -215,10 +215,10 @@ EXPANDED_FROM = 1 << 20  # bytes; a smaller array is pickled by numpy, with repe
 
 
 def reduce_expanded(value: Any) -> Any:
-    """Reduce a big array from `numpy.broadcast_to` to the elements that the array repeats.
+    """Reduce a big read-only array that repeats elements, as `numpy.broadcast_to` makes it.
 
-    Return what `__reduce__` would return.  Return NotImplemented for any other array, and for an
-    array of less than `EXPANDED_FROM` bytes.
+    Return what `__reduce__` would return, with each repeated element once.  Return NotImplemented
+    for any other array, and for an array of less than `EXPANDED_FROM` bytes.
     """
     numpy: Any = sys.modules["numpy"]
     is_wanted = type(value) is numpy.ndarray and not value.flags.writeable

@@ -34,7 +34,7 @@ V = TypeVar("V")
 ALIGNMENT = 64
 
 COPY_PIECE = 32 << 20
-"""Bytes that a generator copies before it yields, so that Stop takes effect within 10 to 50 ms."""
+"""The most bytes that a generator copies before it yields: so Stop takes effect within 50 ms."""
 
 # From linux/fcntl.h; the fcntl module has names for the numbers only in some builds.
 _F_ADD_SEALS = 1033
@@ -50,7 +50,8 @@ class SegmentRef(NamedTuple):
     """The path by which processes of the same user on the machine can open a segment.
 
     `path` ends in `#` and the inode.  By the inode, a process notices that the segment was closed
-    and that the owner has opened another file with the same descriptor number.
+    and that the owner has opened another file with the same descriptor number.  `sizes` has the
+    number of bytes of each frame.
     """
 
     path: str
@@ -94,7 +95,7 @@ class Segment(_Open):
 
     @classmethod
     def filling(cls, frames: Sequence[Buffer]) -> Generator[int, None, Segment]:
-        """Make a new segment with a copy of the frames, each copied once.
+        """Make a new segment with a copy of the frames; the generator returns the segment.
 
         Yields the number of bytes copied so far, at least every `COPY_PIECE` bytes.  Raises
         NotEnoughMemory before copying, or OSError if memory runs out later.  If the generator
@@ -111,9 +112,9 @@ class Segment(_Open):
 
     @classmethod
     def of_another(cls, ref: SegmentRef) -> Segment:
-        """Open another process's segment, to keep it when its owner closes it.
+        """Open another process's segment, to keep the segment when its owner closes it.
 
-        Raises SegmentGone.
+        Raises SegmentGone if the segment cannot be opened.
         """
         return cls(open_file(ref), ref.sizes)
 
@@ -146,7 +147,7 @@ class Blank(_Open):
             yield done
 
     def sealed(self) -> Segment:
-        """Return the filled segment; from now on no process can write to it."""
+        """Return the filled segment; its size is fixed, and Linux mostly forbids writing to it."""
         # Seal the memory, so that no process can change or truncate what other processes have
         # mapped.  If it were truncated, reading the memory would kill them with SIGBUS.
         try:
@@ -178,7 +179,10 @@ def open_segment(ref: SegmentRef) -> list[memoryview]:
 
 
 def open_file(ref: SegmentRef) -> int:
-    """Open another process's segment as a file of `length_of(ref)` bytes; raises `SegmentGone`."""
+    """Open a segment, and return its file descriptor; raises `SegmentGone` if this is impossible.
+
+    The file has `length_of(ref)` bytes.
+    """
     path, _, inode = ref.path.partition("#")
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -193,7 +197,7 @@ def open_file(ref: SegmentRef) -> int:
 
 
 def is_open(ref: SegmentRef) -> bool:
-    """Return True if the process that made a segment has not closed it yet."""
+    """Return True if the owner of a segment has not closed the segment yet."""
     path, _, inode = ref.path.partition("#")
     with suppress(OSError):
         return str(os.stat(path).st_ino) == inode
@@ -245,14 +249,14 @@ def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
 # --- payloads --------------------------------------------------------------------------------
 
 INLINE_LIMIT = 64 * 1024
-"""A payload of this many bytes or more is put into shared memory, not into the message."""
+"""By default, a payload of this many bytes or more is put into shared memory, not into messages."""
 
 
 class Payload(NamedTuple):
     """A pickled value as frames: the first is the pickle, the others are its out-of-band buffers.
 
     The frames of a small value are in `frames`, as a part of the message.  The frames of a big
-    value are in a `segment` that the sender owns.
+    value are in the shared memory `segment`, and `frames` is empty.
 
     The pickled value can itself contain payloads, whose segments are listed in `within`.  Each item
     has the path that is in the pickled value, and a reference that the reader can open.  On another
@@ -265,18 +269,19 @@ class Payload(NamedTuple):
 
 
 PackedPayload = tuple[Payload, Segment | None]
-"""A payload, and its segment or None.  The segment must stay open until the receiver opens it."""
+"""A payload, and its segment or None; the segment must stay open until the receiver has opened it.
+"""
 
 
 def pack_frames(frames: Sequence[Buffer]) -> PackedPayload:
-    """Return a payload of frames and its segment at once; `packing` makes them in steps."""
+    """Return a payload of frames, and its segment or None; `packing` makes them in steps."""
     return run_to_end(packing(frames))
 
 
 def packing(
     frames: Sequence[Buffer], inline_limit: int = INLINE_LIMIT
 ) -> Generator[int, None, PackedPayload]:
-    """Make a payload of frames, as a generator whose return value is the payload.
+    """Make a payload of frames in steps; the generator returns the payload and its segment or None.
 
     Frames with `inline_limit` bytes or more in total are copied to shared memory.  Meanwhile the
     generator yields the number of bytes copied so far; it can be closed before its end.
@@ -304,8 +309,8 @@ def pack_names(
 
     Returns (None, None) if there are no names.
 
-    Raises UsageError if a function in `names` uses a global name that is neither in `names` nor
-    built in.
+    Raises UsageError if a function in `names` uses a global name that is neither in `names` nor a
+    built-in.
     """
     if not names:
         return None, None
@@ -314,7 +319,10 @@ def pack_names(
 
 
 def check_needs(names: Mapping[str, Any], namespace: dict[str, Any]) -> None:
-    """Raise UsageError if a function in `names` uses a name that is not in `names` or built in."""
+    """Raise UsageError if a function in `names` uses a global name that `names` lacks.
+
+    Names of built-ins are allowed.
+    """
     pickled = pickle(dict(names), namespace, sketch=True, reduce=reduce_to_file)
     if missing := pickled.needs - names.keys() - vars(builtins).keys():
         listed = ", ".join(sorted(missing))
@@ -332,7 +340,7 @@ def open_payload(payload: Payload) -> list[Buffer]:
 # --- where segments are ----------------------------------------------------------------------
 
 Places = Mapping[str, SegmentRef]
-"""By the path of a segment: the segment's copy on the machine of the process that reads it."""
+"""By the path of a segment: the copy of the segment on the machine of the process that reads it."""
 
 
 def refs_in(value: object) -> tuple[SegmentRef, ...]:
@@ -352,7 +360,10 @@ def refs_in(value: object) -> tuple[SegmentRef, ...]:
 
 
 def relocate(value: V, places: Places) -> V:
-    """Return the value with the segments in its payloads replaced by their copies in `places`."""
+    """Return the value with segments in its payloads replaced by their copies in `places`.
+
+    A segment that `places` lacks stays.
+    """
 
     def now(ref: SegmentRef) -> SegmentRef:
         return places.get(ref.path, ref)
@@ -416,9 +427,9 @@ class Identity:
     """Recognizes an object, to find out if a variable is still bound to the same object.
 
     The id alone is not enough, since a new object can get the id of a deleted object.  So an
-    `Identity` has a weak reference to the object, or a light object itself (`is_light`).  Of a big
-    list, dict, tuple or text, it has only the id and the type: a new object of this type at the
-    same address counts as the same object.
+    `Identity` has a weak reference to the object, or a light object itself (`is_light`).  Of any
+    other object without weak references, such as a big list or text, it has only the id and the
+    type: a new object of this type at the same address counts as the same object.
     """
 
     def __init__(self, value: Any) -> None:
@@ -444,8 +455,8 @@ class Identity:
 def least_size(value: Any) -> int:
     """Estimate how many bytes a value has, without reading its items.
 
-    The estimate is the memory of a tensor or an array, and 8 bytes for each item of a container or
-    letter of a text.  It is 0 for other values.
+    The estimate is `nbytes` if the value has this attribute, as a tensor or an array.  It is 8 for
+    each item of a list, tuple, dict or set, or letter of a text.  It is 0 for other values.
     """
     try:
         size = value.nbytes
@@ -457,7 +468,7 @@ def least_size(value: Any) -> int:
 
 
 SHARDED, MODULE, OPTIMIZER, TENSOR, OTHER = range(5)
-"""Kinds of values, the most interesting one first; SHARDED is a module after `fully_shard`."""
+"""Kinds of values, the most interesting kind first; SHARDED is a module after `fully_shard`."""
 
 _KIND_CLASSES = (
     ("torch.distributed.fsdp", "FSDPModule"),

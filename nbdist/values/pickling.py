@@ -89,8 +89,9 @@ def pickle(
     digests instead of long texts, and addresses instead of contents on a GPU.  With
     `back_to_device`, tensors of a GPU are restored on the receiver's GPU; without it, on the CPU.
     With `exact`, only the elements of tensors are sent, and not other parts of their storages,
-    unless tensors overlap.  `reduce` is called first for each object; it returns what `__reduce__`
-    would return, or NotImplemented for an object that is pickled in the usual way.
+    unless tensors overlap.  `reduce` is called first for each object that is no plain built-in.  It
+    returns what `__reduce__` would return, or NotImplemented for an object that is pickled in the
+    usual way.
 
     Raises any error of pickling; a class's own `__reduce__` can raise anything.
     """
@@ -126,9 +127,9 @@ class _FirstFrame(io.BytesIO):
         self._checked_size = 0
 
     def write(self, data: Any) -> int:
-        """Append bytes to the file; in a sketch, append only a digest of LONG_TEXT bytes or more.
+        """Append bytes to the file; in a sketch, a digest in place of LONG_TEXT bytes or more.
 
-        Raises NotEnoughMemory.
+        Raises NotEnoughMemory if the machine lacks memory.
         """
         size = memoryview(data).nbytes
         if self._sketch and size >= LONG_TEXT:
@@ -151,7 +152,7 @@ def _tables_in(table: Mapping[type, Any]) -> list[Mapping[type, Any]]:
 
 
 class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no types.
-    """Pickles as cloudpickle does, except for functions of `__main__`, tensors and some types.
+    """Pickles as cloudpickle does, except for functions, classes, tensors and some other types.
 
     While it pickles, `buffers` gets the out-of-band buffers, `needs` the global names that
     functions of `__main__` use, and `sources` the cells that define functions, by file name.
@@ -365,7 +366,7 @@ def frames_of(value: Any, namespace: dict[str, Any], reduce: Reduce | None = Non
 
 
 def is_pickled_by_name(value: Any) -> bool:
-    """Return True if pickle surely sends a function or class only by its name in a module.
+    """Return True if pickle surely sends just the name and module of a function or class.
 
     Return False for every function and class if the user has told cloudpickle to pickle some module
     by value.
@@ -400,9 +401,9 @@ def digest_of(data: Buffer) -> str:
 
 @contextmanager
 def without_cycles() -> Iterator[None]:
-    """Turn garbage collection off within this context.
+    """Turn Python's collection of reference cycles off within this context.
 
-    While millions of objects are made, garbage collection would take longer than making them.
+    While millions of objects are made, this collection would take longer than making them.
     """
     was_on = gc.isenabled()
     gc.disable()

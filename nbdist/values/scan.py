@@ -92,7 +92,7 @@ _NAMED_TYPES = (
 
 
 class Scan:
-    """Reads the states of objects, and of the objects to which they refer; reads each object once.
+    """Reads the states of objects; in the notebook, also of all objects to which they refer.
 
         scan = Scan(links, reducer, namespace)
         token = scan.token(value)
@@ -103,10 +103,10 @@ class Scan:
     no keys, and reads only the objects that are passed to `read`.  There the token of an object
     without a key has only the object's type.
 
-    `before` returns the state that an earlier scan has read for a key.  An object that has not
-    changed keeps its earlier state.  With `trusts_samples`, big memory is not read as a whole if a
-    sample of the memory has not changed.  Raises PicklingError, and any error of a class's own
-    `__reduce__` or `__getstate__`.
+    Each object is read once.  `before` returns the state that an earlier scan has read for a key,
+    or None.  An object whose parts are recognized as unchanged keeps this state.  With
+    `trusts_samples`, big memory is not read as a whole if a sample of the memory has not changed.
+    Raises PicklingError, and any error of a class's own `__reduce__` or `__getstate__`.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class Scan:
                     self.read([entry])
 
     def reach(self, tokens: Iterable[Token]) -> set[int]:
-        """Return the keys of the objects and memory to which values with these tokens lead."""
+        """Return the keys of the objects and memory blocks to which these tokens lead."""
         return reachable_keys(self.states, (key for token in tokens for key in keys_in(token)))
 
     def _refer(self, entry: Any) -> Token:
@@ -546,7 +546,8 @@ class Scan:
 
         `__reduce_ex__` was called twice: `first` is the part in the first result, and `second` the
         same part in the second result.  If they are two objects, each was made only for its result.
-        Then the token describes the contents of `first`, and `first` gets no key.
+        Then, and for a container that belongs to the object itself (`_own_containers`), the token
+        describes the contents of `first`, and `first` gets no key.
         """
         kind = type(first)
         if first is second and kind is not MadeBy and id(first) not in self._inlined:
@@ -688,7 +689,7 @@ class Scan:
             self._versions[block.key].append(version_of(tensor))
 
     def _read_blocks(self) -> None:
-        """Read the states of the memory blocks of tensors and arrays; big blocks in threads."""
+        """Read, in the notebook, the states of memory blocks; several big blocks in threads."""
         if not self._adds:  # on a rank, where `Counterparts` compares memory
             return
         states, sizes, big = self.states, self.sizes, []
@@ -755,11 +756,11 @@ def _memory_key(value: Any, links: Links) -> int | None:
 
 QUICK_BYTES = 4 << 20
 WHOLE_LIMIT = 4 << 30
-"""How memory of the CPU is compared depends on its number of bytes.
+"""How a memory block of the CPU is compared depends on its number of bytes.
 
-Up to QUICK_BYTES, the state of memory has a digest of all bytes.  The state of bigger memory also
-has a sample, a digest of some pages, which is computed faster.  Above WHOLE_LIMIT it has only the
-sample, because reading all bytes would take too long."""
+Up to QUICK_BYTES, the state of the block has a digest of all bytes.  The state of a bigger block
+also has a sample, a digest of some pages, which is computed faster.  Above WHOLE_LIMIT it has only
+the sample, because reading all bytes would take too long."""
 
 _SCAN_AT_ONCE = 1 << 20  # bytes; several blocks of this size or more are read in threads
 
@@ -789,7 +790,7 @@ def names_of_empty_tables() -> frozenset[str]:
 
 
 def _is_small(block: MemoryBlock) -> bool:
-    """Return True if each scan reads all bytes of a memory block, as it is small and on the CPU."""
+    """Return True if a memory block is small and on the CPU: then each scan reads all its bytes."""
     return block.size <= QUICK_BYTES and block.device == "cpu" and not block.copied
 
 

@@ -27,12 +27,13 @@ ChangedParts = frozenset[Token] | None
 """The changed parts of an object; None for an object that is compared as a whole."""
 
 MAX_TEXT, MAX_PARTS, MAX_DIGEST = 256, 4096, 48
-"""Limits of states.  A text is its own token if it has at most MAX_TEXT characters.  An object's
-parts are compared one by one if they are at most MAX_PARTS.  A token is its own digest if it has at
-most MAX_DIGEST bytes."""
+"""Limits of states.
+
+A text is its own token if it has at most MAX_TEXT characters.  If an object has more than MAX_PARTS
+parts, it is compared as a whole.  A token of at most MAX_DIGEST bytes is its own digest."""
 
 HEAD_PART = "head"
-"""The part of a state that cannot be changed in place.
+"""The name of the part of an object that cannot be changed in place.
 
 If this part has changed, a rank needs a new object in place of the counterpart."""
 
@@ -46,14 +47,14 @@ MISSING_TOKEN: Token = ("missing",)
 class ObjectState:
     """The state that an object had at one moment.
 
-    `parts` has the parts that are compared one by one, None for an object that is compared as a
-    whole.  `digest` differs if a part differs.  `children` are the keys of the objects to which
-    the object refers.
+    `parts` has the parts that are compared one by one, as tokens by the tokens of their names; None
+    for an object that is compared as a whole.  `digest` differs if a part differs.  `children` are
+    the keys of the objects and memory blocks to which the object refers.
 
     `sample` is a value that is fast to compute, and by which a scan recognizes that the object has
-    not changed.  For big memory, it is a digest of some pages and the versions of the tensors in
-    the memory.  For a tensor, it is the address and layout.  For a dict, list or instance, it is a
-    `nbdist.values.unchanged.Parts`.
+    not changed; None without a sample.  For big memory, it is a digest of some pages and the
+    versions of the tensors in the memory.  For a tensor, it is the address and layout.  For a dict,
+    list or instance, it is a `nbdist.values.unchanged.Parts`, or `NO_PARTS`.
     """
 
     __slots__ = ("children", "digest", "parts", "sample")
@@ -76,7 +77,10 @@ class ObjectState:
     __hash__ = None  # type: ignore[assignment]
 
     def changed_since(self, before: ObjectState) -> frozenset[Token] | None:
-        """Return which parts differ from `before`; None if parts are not compared one by one."""
+        """Return the names of the parts that differ from `before`.
+
+        Return None if either state is compared as a whole.
+        """
         if self.parts is None or before.parts is None:
             return None
         names = self.parts.keys() | before.parts.keys()
@@ -89,7 +93,7 @@ class ObjectState:
         )
 
     def with_parts(self, now: ObjectState, names: Iterable[Token]) -> ObjectState:
-        """Return a copy of this state, with the parts in `names` taken from the state `now`.
+        """Return a state with the parts of this state, but the parts in `names` as in `now`.
 
         A part in `names` that `now` does not have is left out.
         """
@@ -139,7 +143,7 @@ def _without_slices(constant: Any) -> Any:
 ATOMIC = frozenset({type(None), bool, int, float, complex, str, bytes, type(...)})
 
 HEAP_TYPE = 1 << 9
-"""A flag of classes that Python code has made; Py_TPFLAGS_HEAPTYPE of CPython."""
+"""A flag of all classes of Python code, and some of C code: Py_TPFLAGS_HEAPTYPE of CPython."""
 
 
 class Reducer(NamedTuple):
@@ -158,7 +162,7 @@ class Reducer(NamedTuple):
 def reachable_keys(states: Mapping[int, ObjectState], keys: Iterable[int]) -> set[int]:
     """Return `keys`, and the keys of all objects to which these objects refer, directly or not.
 
-    `states` has the states of the objects by key.
+    `states` has the states of objects by key; references of an object without a state are unknown.
     """
     reached_keys, waiting = set[int](), [*keys]
     while waiting:
@@ -200,7 +204,10 @@ def plain_attributes_of(value: Any, slots: Iterable[tuple[str, Any]]) -> dict[st
 
 
 def optimizer_hooks(value: Any) -> dict[str, Any]:
-    """Return the tables of hooks of a torch optimizer, which its `__getstate__` leaves out."""
+    """Return the tables of hooks of a torch optimizer by name; {} for any other object.
+
+    The optimizer's `__getstate__` leaves these tables out.
+    """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.optim.Optimizer):
         return {}
@@ -242,10 +249,10 @@ def has_getstate(kind: type) -> bool:
 
 
 def is_made_of_attributes(kind: Any) -> bool:
-    """Return True if a class and its bases are written in Python, without methods for pickling.
+    """Return True if a class and its bases are Python code without `__reduce__`, `__getnewargs__`.
 
-    `__getstate__` and `__setstate__` are allowed; `__reduce__`, `__getnewargs__` and their variants
-    are not.
+    Their variants `__reduce_ex__` and `__getnewargs_ex__` are not allowed either.  `__getstate__`
+    and `__setstate__` are.  The base `object` does not count.
     """
     return (
         all(base.__flags__ & HEAP_TYPE for base in kind.__mro__[:-1])
@@ -263,9 +270,9 @@ def has_python_reduce(kind: Any) -> bool:
 
 
 def is_its_attributes(value: Any) -> bool:
-    """Return True if pickling an instance writes just its class and its attributes as they are.
+    """Return True if pickling an instance writes just its class and attributes as they are.
 
-    Raises any error that pickling the instance raises.
+    A `__getstate__` may leave out attributes.  Raises any error that `__reduce_ex__` raises.
     """
     kind = type(value)
     make, args, state, items, pairs, _ = listed(value.__reduce_ex__(5))

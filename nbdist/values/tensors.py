@@ -1,6 +1,6 @@
 """Pickles torch tensors with their contents out of band, and rebuilds them.
 
-`nbdist.values.pickling` uses this file in the notebook and in workers.
+The picklers of `nbdist.values` use this file in the notebook and in workers.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ class _Piece:
 class TensorReducer:
     """Reduces the tensors and storages in one pickle: `reduce` returns what `__reduce__` would.
 
-    The tensors' own memory becomes out-of-band buffers.  Only contents on a GPU, and elements that
-    lie far apart, are copied.
+    The tensors' own memory becomes out-of-band buffers.  Contents on a GPU, and elements that lie
+    far apart, are copied.
 
     If a tensor shows at least half of its storage, the whole storage is sent; if less, only the
-    part that the tensor shows is sent.  With `exact`, never more is sent than the tensor shows.  A
-    storage whose address is in `whole` is always sent as a whole.  If parts of a storage overlap,
-    they would no longer share memory in the receiver.  Then the caller must pickle again, with the
-    `overlapping` storages as `whole`.
+    part of the storage in which the tensor is, or a copy of elements that lie far apart.  With
+    `exact`, never more is sent than the tensor shows, except that a storage whose address is in
+    `whole` is always sent as a whole.  If parts of a storage that are sent overlap, they would no
+    longer share memory in the receiver.  Then the caller must pickle again, with the `overlapping`
+    storages as `whole`.
 
     `nbdist.values.pickling.pickle` explains the options.  `sketched` becomes True if a sketch has
     left out contents.
@@ -76,7 +77,7 @@ class TensorReducer:
 
     @property
     def overlapping(self) -> frozenset[int]:
-        """The addresses of storages of which overlapping parts were pickled."""
+        """The addresses of the storages of which two parts were pickled that overlap."""
         addresses, last_address, last_end = set(), 0, 0
         for address, start, end, _ in sorted(self._pieces):
             if address == last_address and start < last_end:
@@ -195,8 +196,8 @@ class TensorReducer:
     def _on_host(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a copy of a tensor on the CPU.
 
-        Up to `PINNED_MOST` bytes of a GPU are copied into pinned memory if possible: this is
-        faster than a copy into other memory.
+        A tensor of a GPU with at most `PINNED_MOST` bytes is copied into pinned memory if possible:
+        this is faster than a copy into other memory.
         """
         if flat.device.type != "cuda" or flat.numel() > PINNED_MOST:
             return flat.cpu()
@@ -269,7 +270,7 @@ def rebuild_storage(contents: Any, device: str = "cpu") -> torch.UntypedStorage:
 
 
 def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
-    """Return the `TypedStorage` that wraps a storage."""
+    """Return a `TypedStorage` that wraps an untyped storage."""
     import torch
 
     make: Any = torch.TypedStorage
@@ -314,7 +315,7 @@ def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
 
 
 def torch_name(path: str) -> Any:
-    """Return the constant `torch.NAME`, or the operator `NAMESPACE.NAME` of `torch.ops`."""
+    """Return the constant of torch, or the operator of `torch.ops`, to which a path leads."""
     import torch
 
     start, _, name = path.partition(".")

@@ -17,7 +17,8 @@ from nbdist.values.states import ATOMIC, MAX_PARTS, MAX_TEXT
 NO_PARTS = "no parts"
 """The `sample` of the state of an object for which no `Parts` can be made.
 
-The object has too many parts, or parts without a key.  The mark keeps scans from trying again."""
+The object has too many parts, or a part that is neither a plain value nor an object with a key.
+This mark keeps scans from trying again."""
 
 _key_of = attrgetter("key")
 
@@ -40,7 +41,10 @@ class Parts:
         keys: Mapping[int, int],
         empty: Set[int],
     ) -> None:
-        """Record the parts of an object of class `kind`, and the `keys` of parts by position."""
+        """Record the parts of an object of class `kind`, and the `keys` of parts by position.
+
+        `empty` has the positions of empty tables in `parts`.
+        """
         self._kind, self._count, self._keys = kind, len(parts), [*keys.values()]
         fixed = (*(at for at in range(len(parts)) if at not in keys and at not in empty),)
         self._pickers = _picker(fixed), _picker((*keys,)), _picker((*sorted(empty),))
@@ -99,7 +103,7 @@ def parts_of(
 
 
 def _is_fixed(part: Any) -> bool:
-    """Return True if a part is a plain value that is not long, or a tuple of such values."""
+    """Return True if a part is a plain value that is not long, or a short tuple of such values."""
     kind = type(part)
     if kind is str or kind is bytes:
         return len(part) <= MAX_TEXT

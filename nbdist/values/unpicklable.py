@@ -103,7 +103,10 @@ _KINDS: tuple[_Kind, ...] = (
 
 
 def fails_in(namespace: dict[str, Any]) -> Callable[[Any], bool]:
-    """Return a function that returns True if a value of this namespace cannot be pickled."""
+    """Return a function that returns True for a value that cannot be pickled.
+
+    `namespace` is the `__main__` of this process.
+    """
 
     def fails(value: Any) -> bool:
         try:
@@ -123,8 +126,8 @@ def blame(
     """Return the part of a value that cannot be pickled, as (path, type, reason, remedy).
 
     The path begins with `name`.  `problem` is the error that pickling the value has raised, and
-    `fails(part)` returns True if a part cannot be pickled, too.  The search ends after about a
-    second with the innermost such part that it has found.
+    `fails(part)` returns True if a part cannot be pickled, too.  After about a second the search
+    ends with the innermost such part that it has found so far.
     """
     path, culprit = _find_culprit(name, value, fails)
     if kind := _kind_of(culprit):
@@ -135,7 +138,10 @@ def blame(
 
 
 def _text_of(problem: BaseException) -> str:
-    """Return the first line of an error's text, mostly with the name of the error's class."""
+    """Return the first line of an error's text, mostly after the name of the error's class.
+
+    Return only the name if there is no text.
+    """
     name, text = type(problem).__name__, ""
     with suppress(Exception):  # a user's __str__ can raise anything
         text = str(problem).partition("\n")[0].rstrip(".")
@@ -161,8 +167,9 @@ def _kind_of(value: Any) -> tuple[str, str, str] | None:
 def _find_culprit(name: str, value: Any, fails: Callable[[Any], bool]) -> tuple[str, Any]:
     """Return the path and the innermost part of a value that cannot be pickled.
 
-    `name` is the value's own path.  `fails` returns True for a part that cannot be pickled.  After
-    `SEARCH_TIMEOUT`, the innermost part that was found so far is returned.
+    `name` is the value's own path.  `fails` returns True for a part that cannot be pickled.  The
+    search ends at a part of a known kind (`_KINDS`), such as a socket, after `SEARCH_TIMEOUT`, or
+    at the depth `MAX_SEARCH_DEPTH`.  Then the innermost part that was found so far is returned.
     """
     path, deadline, seen_ids = name, time.monotonic() + SEARCH_TIMEOUT, {id(value)}
     for _ in range(MAX_SEARCH_DEPTH):
@@ -189,7 +196,7 @@ _HARMLESS = (str, bytes, int, float, complex, bool, type(None))
 
 
 def parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (text, part) for each part of a value; the text, such as `.func`, leads to the part."""
+    """Yield (text, part) for the parts of a value; the text, such as `.func`, leads to the part."""
     match value:
         case types.FunctionType():
             yield from _parts_of_function(value)

@@ -1,4 +1,5 @@
 """Describes changes of the notebook's objects, and applies them to a rank's counterparts in place.
+
 The notebook calls `update_of`, a rank calls `apply`.  A counterpart stays the same object, so that
 aliases, wrappers and optimizers on the rank still refer to it.
 """
@@ -234,8 +235,8 @@ _WRITERS: dict[str, Callable[..., Any]] = {
 def apply(value: Any, tool: str, data: Any, token: Callable[[Any], Token]) -> None:
     """Change a rank's object in place by an update of the notebook.
 
-    `tool` and `data` are the last two items of the `ObjectUpdate`.  An update names the keys of a
-    dict by their tokens, and `token` (`Scan.token`) returns the token of a key on this rank.
+    `tool` and `data` are the last two items of the `ObjectUpdate`.  The update of a dict has the
+    tokens of keys that it removes or reorders; `token` (`Scan.token`) returns a key's token here.
     """
     _APPLIERS[tool](value, data, token)
 
@@ -419,7 +420,8 @@ def set_state(value: Any, state: Any, setter: Callable[..., Any] | None = None) 
     """Set an object's state as pickle does, but also remove attributes that the state lacks.
 
     Pickle itself removes nothing, because it sets the state of new objects only.  If there is a
-    `setter` or a method `__setstate__`, only this is called, and no attribute is removed.
+    `setter` or a method `__setstate__`, only this is called, and no attribute is removed.  Without
+    a setter, the state None changes nothing.
     """
     if setter is not None:
         setter(value, state)
