@@ -2,8 +2,8 @@
 
 Agents send the requests (`nbdist.agent.worker`), and `nbdist.worker.control` answers them.
 Requests and answers are pickled, and have a connection of their own.  Users' code runs in the
-worker, so an agent does not trust the answers: `answer_from` makes only objects of the classes in
-`ControlReply`.
+worker, so an agent does not trust the answers: `answer_from` makes only plain Python objects, and
+objects of the classes in `ControlReply` and in their fields.
 """
 
 from __future__ import annotations
@@ -36,11 +36,15 @@ class Inspect(NamedTuple):
 
 
 TypingQuestion = Complete | Inspect
-"""A front end's question about the code that a user types, answered from a worker's variables."""
+"""A front end's question about the code that a user types, answered from a worker's variables.
+
+`Complete` is answered by `Completions`, and `Inspect` by a `Description`.  While the worker still
+answers an earlier question, it answers by `Ok`.
+"""
 
 
 class Candidate(NamedTuple):
-    """A completion, with the type of its object such as `function` or `instance`."""
+    """A completion, with the type of its object such as `function`; "" stands for unknown."""
 
     text: str
     type: str = ""
@@ -217,7 +221,7 @@ class Regroup(NamedTuple):
 
     `members` has the other groups that survivors belong to: the ranks of each group, by the group's
     name.  The worker ignores groups without its own rank.  Once the groups are connected, the
-    worker adopts the environment variables in `environ`.
+    worker adopts the environment variables in `environ`, except CUDA_VISIBLE_DEVICES.
     """
 
     generation: int
@@ -230,7 +234,8 @@ class Resize(NamedTuple):
     """Form a group of another size for the world, in which the worker becomes this `rank`.
 
     The worker first waits until the new workers, with the ranks `newcomers`, have come to the
-    store.  Once the group is formed, the worker adopts the environment variables in `environ`.
+    store.  Once the group is formed, the worker adopts the environment variables in `environ`,
+    except CUDA_VISIBLE_DEVICES.
     """
 
     generation: int
@@ -275,10 +280,11 @@ class Traced:
 class StepCount:
     """How many optimizer steps a task has begun on a rank.
 
-    If this answers `HoldSteps` for a running task, `since` is the number of seconds since the last
-    step began, and `interval` the number of seconds between the beginnings of the last two steps.
-    `has_stopped` is True if `StopAtStep` has interrupted the task, and `has_succeeded` is True if
-    the task has ended without an error.
+    In an answer to `HoldSteps`, `begun` is 0 for a task that has failed.  If this answers
+    `HoldSteps` for a running task, `since` is the number of seconds since the last step began, and
+    `interval` the number of seconds between the beginnings of the last two steps.  `has_stopped` is
+    True if `StopAtStep` has interrupted the task, and `has_succeeded` is True if the task has ended
+    without an error.
     """
 
     begun: int = 0

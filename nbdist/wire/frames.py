@@ -188,8 +188,9 @@ def from_plain(value: Any, kind: Any) -> Any:
     """Return a value of the type `kind` from the result of `to_plain`.
 
     Fields that `kind` lacks are dropped, because another version of nbdist may send more fields.
-    Raises TypeError if a field without a default is missing.  Types of fields are not checked:
-    callers call `fits` on the result.
+    Raises TypeError if a field without a default is missing; but if `kind` is a union, such a
+    `value` is returned as it is.  Types of fields are not checked: callers call `fits` on the
+    result.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):  # try the types in turn, until one raises no TypeError

@@ -31,9 +31,10 @@ LONGEST bytes, only the last LONGEST bytes of the line are read."""
 class GetLogs(NamedTuple):
     """Read the last `most` lines of these ranks' logs; answered by a tuple of `LogTail`.
 
-    Fewer lines are read if the lines have more than `PAGE` bytes together.  `attempt` is the number
-    of a start of the workers, or None for the present start.  If `end` is the `start` of an earlier
-    `LogTail`, the lines before that `LogTail` are read.
+    Each rank has a log for each of its streams, such as "stdout".  Fewer lines of a log are read if
+    they have more than `PAGE` bytes together.  `attempt` is the number of a start of the workers,
+    or None for the present start.  If `end` is the `start` of an earlier `LogTail`, the lines
+    before that `LogTail` are read.
     """
 
     ranks: tuple[int, ...]
@@ -94,8 +95,9 @@ def read_logs(folders_of: Mapping[int, Path | None], get: GetLogs) -> tuple[LogT
 def last_lines(file: Path, limit: int, end: int | None = None) -> tuple[list[str], int]:
     """Return at most `limit` last lines of a log before `end`, and where the first line begins.
 
-    The log consists of the earlier file (`earlier_file`), if there is one, and of `file`.  `end`
-    and the returned place are numbers of bytes from the beginning of the log.
+    Fewer lines are returned if they have more than `PAGE` bytes.  The log consists of the earlier
+    file (`earlier_file`), if there is one, and of `file`.  `end` and the returned place are numbers
+    of bytes from the beginning of the log.
     """
     earlier = earlier_file(file)
     moved = earlier.stat().st_size if earlier.exists() else 0

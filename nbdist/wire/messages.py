@@ -124,7 +124,8 @@ class Scale(NamedTuple):
     """Change the number of workers to that in `spec`; answered by `Healed`.
 
     The ranks in `keep` become ranks 0, 1, ... in this order, and the workers of all other old ranks
-    are ended.  If the number cannot be changed, no rank changes, and the answer says why.
+    are ended.  If new ranks cannot be started, the world mostly keeps its old size; then the answer
+    says why.
     """
 
     spec: WorldSpec
@@ -199,11 +200,11 @@ RequestBody = ReadRequest | Change | GetCode | PutCode
 
 @dataclass(frozen=True, slots=True)
 class StartFailure:
-    """The world has not started, because a rank could not start; all workers have been ended.
+    """The world has not started, because a rank or an agent could not start; no worker is left.
 
-    If `rank` is None, an agent could not start.  For the error message, `command` is the command
-    line of the process that could not start, or "", and `last_lines` has the last lines of its
-    output.
+    If `rank` is None, an agent could not start.  For the error message, `command` names the process
+    that could not start, mostly by its command line, or is "", and `last_lines` has the last lines
+    of its output.
     """
 
     rank: int | None
@@ -215,12 +216,13 @@ class StartFailure:
 
 @dataclass(frozen=True, slots=True)
 class Healed:
-    """The answer to `Heal`, `Scale` and `Grow`: the world after its group was formed again.
+    """The answer to `Heal`, `Scale` and `Grow`: the world after an attempt to form its group again.
 
-    `change` says which new number each rank has.  `replaced` has, by new number, the deaths of the
-    ranks in whose place new workers have joined the group; it is empty if the group is not whole.
-    `not_scaled` says why the number of ranks was not changed, or is "" if the number was changed or
-    if no change was requested.
+    `facts.problem` says why the group could not be formed, or is "".  `change` says which new
+    number each rank has.  `replaced` has, by new number, the deaths of the ranks in whose place new
+    workers have joined the group; it is empty if the group is not whole.  `not_scaled` says why the
+    number of ranks was not changed, or is "" if the number was changed or if no change was
+    requested.
     """
 
     facts: WorldFacts
@@ -507,7 +509,7 @@ class NodeJoined:
 
 @dataclass(frozen=True, slots=True)
 class UnresponsiveHosts:
-    """Head to notebook: these machines are silent.
+    """Head to notebook: these machines are silent; () if no machine is silent any more.
 
     A machine counts as lost once it has been silent for `timeout` seconds.
     """
@@ -540,10 +542,10 @@ class Decision(Enum):
 class Decided:
     """Agent or head to notebook: a decision about a task, which the sender is carrying out.
 
-    `waiting` has the places of the ranks that have not finished the task.  With the decision
+    `waiting` has the known places of ranks that have not finished the task.  With the decision
     END_UNWAKEABLE, it has the places of the ranks that are ended.  `places` has the last known
-    places of all ranks.  `failed` are the ranks that have failed so far; the notebook may receive
-    their errors after this message.
+    places of the ranks that run no other task.  `failed` are the ranks that have failed so far; the
+    notebook may receive their errors after this message.
     """
 
     task_id: str

@@ -159,7 +159,7 @@ class HoldRanks(PartRequest[Mapping[int, StepCount | None]]):
     """Hold ranks at the beginning of their next optimizer step; answered by step counts, by rank.
 
     The answer also has the machine's ranks that have finished the same task.  It has None for a
-    rank that has failed or died, waits for input, or does not answer.
+    rank that has failed or died, waits for input, stands at a breakpoint, or does not answer.
     """
 
     ranks: tuple[int, ...]
@@ -225,8 +225,8 @@ class Form(PartRequest[Formed]):
     generation: int
     sized_in: int  # the generation in which the world's group got its present size
     missing: tuple[int, ...]  # the ranks to start, on any machine
-    # The groups to reconnect besides the world's own.  None if the world's group gets another size,
-    # since groups that were made from the old group cannot stay.
+    # The groups to reconnect besides the world's own.  None if no group is reconnected and the
+    # world's group is made again, for example because it gets another size.
     groups: Groups | None
     timeout = 60.0
 

@@ -91,7 +91,7 @@ class Memory(NamedTuple):
 
 
 class Met(NamedTuple):
-    """A collective of `size` bytes that a rank has begun, with its `number` in its `group`."""
+    """A collective of some `size` bytes that a rank has begun, with its `number` in its `group`."""
 
     group: str
     number: int
@@ -155,11 +155,11 @@ def type_text(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """A rank's old value of a variable to which the notebook has assigned a new value.
+    """A rank's old value of a variable that gets a new value, mostly from the notebook.
 
-    `kind` is the old value's type.  `is_changed` is True if the rank itself has assigned to the
-    variable, or has changed the old value since the notebook sent it.  `others` are other variables
-    of the rank that lead to the old value, or to a parameter in it.
+    `kind` is the old value's type.  `is_changed` is False only if the old value is known to be as
+    the notebook sent it.  `others` are other variables of the rank that lead to the old value, or
+    to a parameter in it.
     """
 
     kind: str
@@ -261,8 +261,8 @@ class Facts(NamedTuple):
 class Watched(NamedTuple):
     """A rank's record of a watch (`--watch`), which compares values of ranks after steps of a cell.
 
-    `parts` has the digests of the watched values, by expression and path, as they were after the
-    step `found`, or at the end of the watch if no difference was found.
+    `parts` has the digests of the watched values, by expression and path, as they were when the
+    difference was found, or at the end of the watch if no difference was found.
     """
 
     steps: int  # how many steps the cell has made
@@ -316,10 +316,10 @@ class Mesh:
 class Written(NamedTuple):
     """The result of writing a rank's file of a snapshot, or the `problem` that prevented it.
 
-    The file has the variables `names`, and small values that functions in them use (`also`).
-    `left_out` has, by name, the reasons why variables are not in the file.  `versions` has the
-    versions of Python and packages in the process that wrote the file.  A world needs device meshes
-    like `meshes` to restore the file.
+    The file has the variables `names`, and small variables that functions and classes in them use
+    (`also`).  `left_out` has, by name, the reasons why variables are not in the file.  `versions`
+    has the versions of Python and packages in the process that wrote the file.  A world needs
+    device meshes like `meshes` to restore the file.
     """
 
     problem: str = ""

@@ -179,7 +179,7 @@ class StackFrame:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The function calls on the stack of a rank's main thread, from the cell's to the innermost.
+    """The calls of the user's code on the stack of a rank's main thread, the innermost last.
 
     If there are no calls to show, and `state` and `place` do not show why, `problem` says why.
     """

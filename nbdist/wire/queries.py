@@ -48,7 +48,8 @@ class InspectRanks:
     """Ask about some ranks, or about all ranks if `ranks` is empty; answered by `Inspection`.
 
     `about` selects the ranks' stacks, at most `most` last lines of each log, the secrets in the
-    ranks' environments, or the world's last tasks, for which `ranks` does not matter.
+    ranks' environments, or the world's last tasks, for which `ranks` does not matter.  If
+    `about` is "logs" and the ranks are very many, the answer lacks the logs of some.
     """
 
     about: Literal["stacks", "logs", "tasks", "secrets"]
@@ -73,10 +74,11 @@ class Attach:
 class WorldInfo:
     """The description of a world, or of one machine's part of a world.
 
-    `workers` and `name` are not set before the first start.  `notebook_name`, `backend`, `at` and
-    `ranks` are set only in the answer to `DescribeRanks`.  If a world has several machines, the
-    agent of each describes its machine's part: it sets `name` only in the answer to
-    `DescribeRanks`, and never sets `workers`.
+    `workers`, `pool` and `name` are not set before the first start.  `notebook_name`, `backend`,
+    `at` and `ranks` are set only in the answer to `DescribeRanks`.  If a world has several
+    machines, the agent of each describes its machine's part: it sets only `version` and `host`, and
+    in the answer to `DescribeRanks` also `pool`, `name`, `notebook_name`, `backend`, `at` and
+    `ranks`.
     """
 
     version: str  # the version of nbdist

@@ -189,7 +189,7 @@ class WorkerStart:
     world: WorldSpec
     connection_file: str
     token: str  # a random text in the marks that the worker writes to its stdout for the agent
-    store_path: str  # the file of torch's FileStore, unless there is a `store_socket`
+    store_path: str  # the file of torch's FileStore; not used if the world has another store
     cancel_path: str  # the beginning of the path of each `cancel_file`
     generation: int  # counts how often the world's group is formed, from 1 on
     environ: Mapping[str, str]  # environment variables of this rank, besides those of `world`

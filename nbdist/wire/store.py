@@ -2,7 +2,8 @@
 
 The head has the store itself (`HostedStore`).  A worker sends each `Operation` to its agent's
 socket in the runtime folder.  The agent checks the operation and asks the head, and the worker
-checks the `StoreReply`.  A world on a single machine uses a `FileStore` of torch instead.
+checks the `StoreReply`.  A world on a single machine has a `FileStore` of torch instead.  With the
+option `--rdzv-backend`, ranks use a store of torch's rendezvous.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The link between the head and the agents of other machines: messages, and shared memory.
+"""The links between the head and the agents of its world: messages, and shared memory.
 
 Each end of a link has a `Numbered`, so that no message is lost or read twice as long as the link
 exists, even if connections are lost.  Messages are numbered, and each header says which message its

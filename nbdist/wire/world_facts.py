@@ -46,7 +46,7 @@ class WorldFacts:
 
 
 def died_again_text(ranks: Iterable[int]) -> str:
-    """Return `rank 1 died again`, the reason why a group is broken that was just formed again."""
+    """Return a text such as `rank 1 died again`: why a group that was formed again is broken."""
     return f"{name_ranks(ranks)} died again"
 
 
