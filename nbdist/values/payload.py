@@ -305,7 +305,7 @@ def size_of(frames: Iterable[Buffer]) -> int:
 def pack_names(
     names: Mapping[str, Any] | None, namespace: dict[str, Any]
 ) -> tuple[Payload | None, Segment | None]:
-    """Pickle variables by name; return their payload and its segment, or None without a segment.
+    """Pickle variables by name; return their payload, and its segment or None.
 
     Returns (None, None) if there are no names.
 

@@ -79,11 +79,12 @@ Work = CellCode | Script | OpCall
 
 
 class Surroundings(NamedTuple):
-    """Changes in the notebook's process since the world started; ranks repeat them before a task.
+    """Changes in the notebook's process that ranks repeat before a task.
 
-    `folder` is the notebook's current folder, `first` its folder at the start.  `sys_path` is None
-    if it has not changed.  `environ` has the changed environment variables that ranks follow, with
-    None for a removed variable.
+    These are all changes since the world started or was attached.  `folder` is the notebook's
+    current folder, `first` the folder in the world's `WorldSpec`.  `sys_path` is None if it has not
+    changed.  `environ` has the changed environment variables that ranks follow, with None for a
+    removed variable.
     """
 
     folder: str
@@ -192,10 +193,10 @@ def task_from(frame: bytes) -> Task:
 class InputReply(NamedTuple):
     """Agent to worker: the reply to the `InputRequest`, `CatchUp` or `ItemsWanted` of this number.
 
-    For an `InputRequest`, `text` is the typed line, or None for the end of input, and `problem`
-    says why nobody can type.  For `ItemsWanted`, `items` has the next items of `World.map` as pairs
-    of index and payload, and `text` is "", or None if the rank gets no further items.  For a
-    `CatchUp`, only `number` is set.
+    For an `InputRequest`, `text` is the typed line, or None for the end of input.  For
+    `ItemsWanted`, `items` has the next items of `World.map` as pairs of index and payload, and
+    `text` is "", or None if the rank gets no further items.  For both, `problem` says why nobody
+    can answer the request, or is "".  For a `CatchUp`, only `number` is set.
     """
 
     number: int
