@@ -38,8 +38,8 @@ def share_definitions_with_children() -> None:
 
     A spawned child cannot import a worker's `__main__`.  So a function or class of `__main__` is
     pickled by value, unless the receiver finds it by its name (`_is_found_by_name`).  A receiver
-    that has a function or class with the same mark uses that one, and makes no copy: a copy would
-    have other globals, and instances of a copied class would fail `isinstance`.
+    that has a function or class with the same mark (`_marks`) uses that one, and makes no copy: a
+    copy would have other globals, and instances of a copied class would fail `isinstance`.
     """
     _pickle_by_value()
     # A spawned child imports the parent's script as `__mp_main__`, and sends that name in pickles.

@@ -1,4 +1,4 @@
-"""Gives equal classes that several ranks have defined in the same task the same id.
+"""Gives a class the same id on all ranks that have defined it alike in the same task.
 
 So the notebook gets a single class if it gathers instances of the class from several ranks.  Runs
 in workers, whose kernels call `name_classes` after a task.

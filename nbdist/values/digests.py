@@ -42,7 +42,7 @@ def digest_pieces(pieces: Iterable[Any]) -> str:
 
 
 def sample_of(data: Any) -> str:
-    """Return a digest of the number of bytes and of at most some 64 pages, evenly spread.
+    """Return a digest of the number of bytes and of up to 65 pages, spread evenly over the bytes.
 
     If two digests differ, the bytes differ.  If they are equal, the bytes may still differ.
     """

@@ -1,4 +1,4 @@
-"""Writes and reads messages with variables; objects that the receiver has are sent as their keys.
+"""Writes and reads messages with variables; an object that the receiver has is sent as its key.
 
 The notebook writes a message (`write`), and a rank reads it (`read`).  A message has values by
 name, updates of objects that the receiver has, and the keys of objects that are new to the
@@ -166,7 +166,7 @@ class _Memory(TensorReducer):
     def reduce_array(self, value: Any) -> Reduced:
         """Reduce a numpy array to a view of its memory block.
 
-        Return NotImplemented if the array is in no memory block: it is pickled as a whole then.
+        Return NotImplemented if the array is in no memory block: then it is pickled as usual.
         """
         if value.dtype.hasobject or not value.size:
             return NotImplemented

@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 
 
 def has_plain_memory(torch: Any, tensor: Any) -> bool:
-    """Return True if a tensor is a plain view of memory; False for subclasses but `Parameter`."""
+    """Return True if a tensor, or a `Parameter`, is a plain view of memory.
+
+    Return False for other subclasses of `Tensor`, and for sparse, quantized and similar tensors.
+    """
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided

@@ -162,7 +162,7 @@ class Reducer(NamedTuple):
 def reachable_keys(states: Mapping[int, ObjectState], keys: Iterable[int]) -> set[int]:
     """Return `keys`, and the keys of all objects to which these objects refer, directly or not.
 
-    `states` has the states of objects by key; references of an object without a state are unknown.
+    `states` has states by key.  An object without a state there counts as one without references.
     """
     reached_keys, waiting = set[int](), [*keys]
     while waiting:

@@ -77,7 +77,7 @@ class TensorReducer:
 
     @property
     def overlapping(self) -> frozenset[int]:
-        """The addresses of the storages of which two parts were pickled that overlap."""
+        """The addresses of storages of which overlapping parts were pickled."""
         addresses, last_address, last_end = set(), 0, 0
         for address, start, end, _ in sorted(self._pieces):
             if address == last_address and start < last_end:

@@ -236,7 +236,7 @@ def apply(value: Any, tool: str, data: Any, token: Callable[[Any], Token]) -> No
     """Change a rank's object in place by an update of the notebook.
 
     `tool` and `data` are the last two items of the `ObjectUpdate`.  The update of a dict has the
-    tokens of keys that it removes or reorders; `token` (`Scan.token`) returns a key's token here.
+    tokens of keys that it removes or reorders; `token` (`Scan.token`) returns the token of a key.
     """
     _APPLIERS[tool](value, data, token)
 

@@ -200,7 +200,7 @@ RequestBody = ReadRequest | Change | GetCode | PutCode
 
 @dataclass(frozen=True, slots=True)
 class StartFailure:
-    """The world has not started, because a rank or an agent could not start; no worker is left.
+    """The world has not started, because a rank or an agent could not start.
 
     If `rank` is None, an agent could not start.  For the error message, `command` names the process
     that could not start, mostly by its command line, or is "", and `last_lines` has the last lines
