@@ -189,7 +189,7 @@ class Agent:
                 spawn(self._workers.ask(ranks, control.ReleaseTaskValues(task_id), RELEASE_TIMEOUT))
             case messages.SendInput(rank, typed):
                 for worker in self._workers.alive([rank]):
-                    worker.answer_input(typed)
+                    worker.input.answer(typed)
             case messages.ToWidget(rank, comm):
                 for worker in self._workers.alive([rank]):
                     worker.send_comm(comm)
@@ -234,7 +234,7 @@ class Agent:
 
         Returns the ranks that are spared: those that are alive and are not being killed already.
         """
-        spared = [worker for worker in self._workers.alive(ranks) if not worker.is_killed]
+        spared = [worker for worker in self._workers.alive(ranks) if not worker.death.is_killed]
         self._step_stops.spare(spared)
         return tuple(worker.rank for worker in spared)
 
@@ -277,7 +277,7 @@ class Agent:
         alive = self._workers.alive(ranks)
         places = await asyncio.gather(*map(locate_with_patience, alive))
         located = zip(alive, places, strict=True)
-        return {each.rank: place for each, place in located if not each.is_killed}
+        return {each.rank: place for each, place in located if not each.death.is_killed}
 
     async def _add_ranks(self, info: WorldInfo) -> WorldInfo:
         workers = tuple(self._workers.all.values())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -19,8 +20,8 @@ from typing import Any, NamedTuple, Self
 import psutil
 
 from nbdist.agent.stacks import frames_of, user_frames, with_code
-from nbdist.agent.worker import LOCATE_TIMEOUT, Worker
-from nbdist.system.processes import OwnTime, is_stopped
+from nbdist.agent.worker import Worker
+from nbdist.system.processes import OwnTime, cpu_seconds, is_stopped
 from nbdist.system.secrets import secret_values
 from nbdist.wire import control
 from nbdist.wire.control import Completions, Description, TypingQuestion
@@ -34,6 +35,7 @@ STATUS_TIMEOUT = 0.12  # seconds for each answer that `%dist_status` waits for
 SECRETS_TIMEOUT = 3.0  # seconds for a worker to list the secrets of its environment
 LAST_TIMEOUT = 2.0  # seconds before a silent worker is asked again for its last collective
 BRIEF_SAMPLE_TIMEOUT = 0.04  # seconds to read a stack from memory, for `%dist_status`
+LOCATE_TIMEOUT = 0.5  # seconds for a rank to say where it is; then C code seems to hold the GIL
 LOCATE_AGAIN_TIMEOUT = 0.3  # seconds for a second answer, if a rank got no processor for the first
 SAMPLE_TIMEOUT = 0.4  # seconds to read a stack from memory, for `world.stacks` and Stop
 
@@ -78,7 +80,7 @@ async def secrets_of(worker: Worker) -> RankSecrets:
 
     Variables that cells have set are included only if the rank answers.
     """
-    start, task = worker.start_info, worker.task
+    start, task = worker.start_info, worker.task.unpack()
     changed = task.around.environ if task and task.around else {}
     given = {**start.world.environ, **start.environ}
     now = {name: value for name, value in changed.items() if value is not None}
@@ -120,8 +122,23 @@ async def status_of(
     )
 
 
+def status_without_asking(worker: Worker) -> WorkerStatus:
+    """Return the fields of a worker's status that the agent knows without asking the worker."""
+    return WorkerStatus(
+        rank=worker.rank,
+        pid=worker.pid,
+        host=socket.gethostname(),
+        state=worker.state,
+        busy_seconds=worker.task.busy_seconds,
+        memory=0,
+        device=worker.start_info.device,
+        cpu_seconds=cpu_seconds(worker.pid),
+        last_line=worker.output.last_line,
+    )
+
+
 async def _status_of(worker: Worker) -> WorkerStatus:
-    status = worker.status()
+    status = status_without_asking(worker)
     if status.state in ("starting", "dead"):
         return status
     if status.state == "idle":
@@ -134,10 +151,10 @@ async def _status_of(worker: Worker) -> WorkerStatus:
             place = RankPosition(is_stopped=is_stopped(worker.pid))
     else:
         place, answer = await asyncio.gather(_place(worker), _last_collective(worker))
-    task = worker.task
+    task = worker.task.unpack()
     lines = task.source.splitlines() if task else []
     code = place.code or (lines[place.line - 1] if 0 < place.line <= len(lines) else "")
-    place = replace(place, asks=worker.waits_for_input, is_debugged=worker.is_debugged)
+    place = replace(place, asks=worker.input.waits_for_line, is_debugged=worker.is_debugged)
     shown = place if status.state == "busy" or place.holds_gil or place.is_stopped else None
     cell = task.execution_count if task else None
     collective = answer if isinstance(answer, Collective) else None
@@ -165,7 +182,7 @@ async def place_from_outside(
 
     The innermost frame comes first.  There are no frames if the memory cannot be read in time.
     """
-    task = worker.task
+    task = worker.task.unpack()
     frames = frames_of(await worker.stacks.sample(worker.pid, timeout), task)
     line, file = _line_of(frames), ""
     if task and task.script:
@@ -191,6 +208,18 @@ async def _place(worker: Worker) -> RankPosition:
     return answer if isinstance(answer, RankPosition) else await _place_of_silent(worker, turn)
 
 
+async def locate(worker: Worker, timeout: float = LOCATE_TIMEOUT) -> RankPosition:
+    """Ask a worker where in its code it is; return the answer.
+
+    If the worker does not answer within `timeout` seconds, the result has only `holds_gil` set, and
+    facts that the agent itself knows.
+    """
+    place = await worker.ask(control.LocateMainThread(), timeout)
+    if not isinstance(place, RankPosition):
+        place = RankPosition(holds_gil=True, is_stopped=is_stopped(worker.pid))
+    return replace(place, asks=worker.input.waits_for_line, is_debugged=worker.is_debugged)
+
+
 async def locate_with_patience(worker: Worker) -> RankPosition:
     """Return where in its code a worker is; ask again if the worker got no processor to answer.
 
@@ -198,10 +227,10 @@ async def locate_with_patience(worker: Worker) -> RankPosition:
     worker may instead have waited for a processor.
     """
     with _Turn(worker, LOCATE_TIMEOUT) as turn:
-        place = await worker.locate()
+        place = await locate(worker)
     if place.is_stopped or place.holds_gil == turn.judge(place).holds_gil:
         return place
-    return await worker.locate(LOCATE_AGAIN_TIMEOUT)
+    return await locate(worker, LOCATE_AGAIN_TIMEOUT)
 
 
 async def _place_of_silent(worker: Worker, turn: _Turn) -> RankPosition:

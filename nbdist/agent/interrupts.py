@@ -21,7 +21,7 @@ from collections.abc import (
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nbdist.agent.inspect import SAMPLE_TIMEOUT, place_from_outside
+from nbdist.agent.inspect import SAMPLE_TIMEOUT, locate, place_from_outside
 from nbdist.output.events import IGNORES_STOP
 from nbdist.system.processes import OwnTime, ignores_signal, schedule
 from nbdist.wire.control import EndStoreWait
@@ -146,7 +146,7 @@ class _Stopped:
     @property
     def is_over(self) -> bool:
         """Whether the rank no longer runs the task, or has exited."""
-        return self.rank.state != "busy" or self.rank.task_id != self.task_id
+        return self.rank.state != "busy" or self.rank.task.id != self.task_id
 
     @property
     def waiting_place(self) -> RankPosition | None:
@@ -239,14 +239,14 @@ class Interrupter:
         """
         for rank in ranks:
             if rank in have_stopped:
-                rank.refuse_input()
+                rank.input.refuse()
             else:
                 rank.interrupt()
             earlier = self._stopped.get(rank)
             if earlier is not None and not earlier.is_over:
                 earlier.interrupt_again()
-            elif rank.task_id:
-                stopped = self._stopped[rank] = _Stopped(rank, rank.task_id)
+            elif rank.task.id:
+                stopped = self._stopped[rank] = _Stopped(rank, rank.task.id)
                 yield self._watch_rank(stopped)
         # If `_abort_repeatedly` still runs because of an earlier Stop, it aborts the collectives of
         # these ranks, too.
@@ -306,7 +306,7 @@ class Interrupter:
 
 async def _place_of(rank: Worker) -> RankPosition:
     """Return where in its code the rank is; read its memory if the rank does not answer."""
-    place = await rank.locate()
+    place = await locate(rank)
     if not place.holds_gil or place.is_stopped:
         return place
     place_read, frames = await place_from_outside(rank, SAMPLE_TIMEOUT)

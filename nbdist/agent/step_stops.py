@@ -114,7 +114,7 @@ class StepStops:
         If there is no such step, or if Stop was pressed before in the same task, interrupt the
         ranks at once.
         """
-        busy = {rank: rank.task_id for rank in ranks if rank.task_id}
+        busy = {rank: rank.task.id for rank in ranks if rank.task.id}
         if not busy or self._was_stopped(busy):
             self.interrupt(ranks)
             return
@@ -144,7 +144,7 @@ class StepStops:
 
         A rank that has not reached the step after `seconds` is interrupted where it is.
         """
-        busy = {rank: rank.task_id for rank in ranks if rank.task_id}
+        busy = {rank: rank.task.id for rank in ranks if rank.task.id}
         self._add_pending(busy)
         self._spawn(self._run_to_step(busy, step, time.monotonic() + seconds))
 
@@ -156,11 +156,11 @@ class StepStops:
         breakpoint, or if its task has failed.
         """
         ranks = [*ranks]
-        busy = {rank: rank.task_id for rank in ranks if rank.task_id}
-        tasks = {rank.task_id or rank.finished[0] for rank in ranks} - {""}
+        busy = {rank: rank.task.id for rank in ranks if rank.task.id}
+        tasks = {rank.task.id or rank.task.finished[0] for rank in ranks} - {""}
         counts = await collect_counts({each.rank: _hold(each, busy[each]) for each in busy})
         for rank in self._all_ranks():
-            task_id, count = rank.finished
+            task_id, count = rank.task.finished
             if task_id in tasks:
                 counts.setdefault(rank.rank, count)
         return counts | {rank.rank: None for rank in ranks if rank.state == "dead"}
@@ -218,12 +218,12 @@ class StepStops:
         return [
             rank
             for rank, task_id in busy.items()
-            if rank.task_id == task_id == self._pending.get(rank) and rank.state == "busy"
+            if rank.task.id == task_id == self._pending.get(rank) and rank.state == "busy"
         ]
 
 
 async def _hold(rank: Worker, task_id: str) -> StepCount | None:
-    if rank.waits_for_input or rank.is_debugged:  # a person may take long
+    if rank.input.waits_for_line or rank.is_debugged:  # a person may take long
         return None
     answer = await rank.ask(HoldSteps(task_id), STEP_ANSWER_TIMEOUT)
     return answer if isinstance(answer, StepCount) else None

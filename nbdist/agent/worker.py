@@ -1,16 +1,14 @@
 """The agent's object for a worker, with the worker's process, kernel, pipes, log and running task.
 
-`nbdist.agent.worker_group` makes a `Worker` for each rank of the machine.
+`nbdist.agent.worker_group` makes a `Worker` for each rank of the machine.  The worker's task and
+input are in `nbdist.agent.worker_task`, and the reasons of its exit in `nbdist.agent.worker_death`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import signal
-import socket
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,48 +18,28 @@ from nbdist.agent.debugger_relay import DebuggerRelay
 from nbdist.agent.kernel_link import KernelClient, user_failure
 from nbdist.agent.processes import ProcessSource, WorkerProcess
 from nbdist.agent.stacks import StackFile
+from nbdist.agent.worker_death import WorkerDeath
 from nbdist.agent.worker_output import WorkerLog, WorkerOutput
-from nbdist.output.events import (
-    Comm,
-    Died,
-    Done,
-    Failure,
-    InputRequest,
-    ItemsWanted,
-    Output,
-    Text,
-    Typed,
-)
-from nbdist.system.limits import Lack, OomKills, lack_in
-from nbdist.system.processes import cpu_seconds, is_exiting, is_stopped
+from nbdist.agent.worker_task import CurrentTask, PendingInput
+from nbdist.output.events import Comm, Done, Failure, InputRequest, ItemsWanted, Output, Text
+from nbdist.system.limits import Lack, lack_in
+from nbdist.system.processes import is_exiting
 from nbdist.wire import control
 from nbdist.wire.frames import BadFrame
 from nbdist.wire.messages import RunTask
-from nbdist.wire.places import RankPosition, RankState
+from nbdist.wire.places import RankState
 from nbdist.wire.spec import LAST_LINE_SAYS, WorkerStart, WorldSpec
-from nbdist.wire.status import WorkerStatus
-from nbdist.wire.work import CatchUp, Finished, InputReply, SigintSent, Task, TaskMessage, task_from
+from nbdist.wire.work import CatchUp, Finished, InputReply, SigintSent, TaskMessage
 from nbdist.words import word_exit
 
 log = logging.getLogger("nbdist.agent")
 
 WORKER_KILL_TIMEOUT = 5.0  # seconds for a killed process to exit
-LOCATE_TIMEOUT = (
-    0.5  # seconds to answer `LocateMainThread`; a slower worker counts as holding the GIL
-)
 LOST_GRACE = 1.0  # seconds for a worker to exit by itself after its task connection was closed
 UNREADABLE = "the agent could not read what it sent"
 UNREACHABLE = "it closed the connection to its agent"
 
-NO_CELL = "no cell is running that could read input"
-
 UNFIT = "this rank cannot take part in the group, so its process is restarted"
-COUNT_AFTER = 0.05
-"""Seconds into a task until OOM kills are counted.
-
-A count takes 0.4 ms for each rank, which would delay short tasks."""
-TOO_MUCH = re.compile(r"gloo/\S*pair\.cc:\d+\] op\.preamble\.length <= op\.nbytes")
-"""Matches what gloo writes when it ends a rank that has received more than fits in its tensor."""
 
 Emit = Callable[[int, str, Output], None]
 
@@ -80,29 +58,18 @@ class Worker:
         self.rank = start.rank
         self.start_info, self.source = start, source
         self.process: WorkerProcess | None = None
-        self.task_id = ""  # the id of the running task; "" while no task runs
-        self._packed = b""  # the running task, pickled
-        # The id of the last task that has ended, and its optimizer steps, or None if it failed.
-        self.finished: tuple[str, control.StepCount | None] = ("", None)
+        self.task = CurrentTask()
+        self.death = WorkerDeath()
         self.log = WorkerLog(log_folder, start.world.log_limit)
         self.output = WorkerOutput(start.token, self.log, self._handle_item)
         self.stacks = StackFile(start.stack_file)
         # The latest question of `nbdist.agent.inspect` for the worker's last collective.
         self.last_collective: asyncio.Task[Any] | None = None
-        self.input_requests: dict[int, InputRequest | ItemsWanted] = {}  # unanswered, by number
-        self._emit = emit
-        self._errors_sent: set[int] = set()  # the numbers of the task's error messages
-        self._stopped_task = ""  # the task that gets no more input, because Stop was pressed
-        self._busy_since = 0.0
-        self._oom_kills: OomKills | None = None
-        self._count_timer: asyncio.TimerHandle | None = None
-        self.is_killed = False
-        """Whether the agent has killed the worker, though its process may still exist."""
-        self._is_stopping = False
-        self._kill_reason = ""
-        self._died: Died | None = None
         self.debugger: DebuggerRelay | None = None  # set while the user debugs this rank
+        self._emit = emit
         self._kernel = KernelClient(start, self._read_message)
+        self.input = PendingInput(self.task, self._kernel.send, self.output.emit)
+        self._is_stopping = False
         self._kill_timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
@@ -123,7 +90,7 @@ class Worker:
             return "starting"
         if self.process.exited.done():
             return "dead"
-        return "busy" if self.task_id else "idle"
+        return "busy" if self.task.id else "idle"
 
     async def start(self) -> None:
         """Start the worker's process, and wait until the worker's group is formed.
@@ -138,7 +105,7 @@ class Worker:
             self.output.close_write_ends()
         self.process = process
         process.exited.add_done_callback(lambda _: self.output.ready.set())
-        if self.is_killed:  # `kill` was called before the process was started
+        if self.death.is_killed:  # `kill` was called before the process was started
             process.kill()
         await self.output.ready.wait()
         if process.exited.done():
@@ -149,39 +116,24 @@ class Worker:
                 raise Lack(lines[-1])
             raise ChildProcessError(f"it {word_exit(code)}")
         process.exited.add_done_callback(self._process_exited)
-        self._count_oom_kills()
+        self.death.count_oom_kills(self.pid)
         try:
             await self._kernel.connect(self.output.place, self._connection_lost)
         except OSError as error:  # the process has just exited, or is about to
             self.kill()
             raise ChildProcessError(f"it cannot be reached: {error}") from error
 
-    @property
-    def task(self) -> Task | None:
-        """The running task, which is unpacked at each access; None while idle."""
-        return task_from(self._packed) if self.task_id else None
-
     def run(self, run: RunTask) -> None:
         """Send the worker a task; its outputs are emitted, the last of which is `Done` or `Died`.
 
         If the worker has exited already, its `Died` is emitted for this task, too.
         """
-        if self._died is not None:
-            self._emit(self.rank, run.id, self._died)
+        if self.death.died is not None:
+            self._emit(self.rank, run.id, self.death.died)
             return
-        self.task_id, self._packed = run.id, run.task
-        self._busy_since = time.monotonic()
-        loop = asyncio.get_running_loop()
-        self._count_timer = loop.call_later(COUNT_AFTER, self._count_oom_kills)
+        self.task.begin(run)
+        self.death.count_oom_kills_soon(self.pid)
         self._kernel.send(run.task)
-
-    def answer_input(self, reply: InputReply) -> None:
-        """Send the worker the reply to its input request; ignore a reply to an answered request."""
-        if (request := self.input_requests.pop(reply.number, None)) is None:
-            return
-        self._kernel.send(reply)
-        if reply.text is not None and isinstance(request, InputRequest):
-            self.output.emit(Typed("" if request.secret else reply.text))
 
     def send_comm(self, comm: Comm) -> None:
         """Send a page's message to one of the worker's widgets."""
@@ -222,25 +174,9 @@ class Worker:
             await asyncio.wait([self.process.exited], timeout=WORKER_KILL_TIMEOUT)
 
     @property
-    def waits_for_input(self) -> bool:
-        """Whether the rank waits for a line that the user has yet to type."""
-        return any(isinstance(each, InputRequest) for each in self.input_requests.values())
-
-    @property
     def is_debugged(self) -> bool:
         """Whether the rank stands at a breakpoint, until the user lets it go on."""
         return self.debugger is not None and self.debugger.is_stopped
-
-    async def locate(self, timeout: float = LOCATE_TIMEOUT) -> RankPosition:
-        """Ask the worker where in its code it is; return the answer.
-
-        If the worker does not answer within `timeout` seconds, the result has only `holds_gil` set,
-        and facts that the agent itself knows.
-        """
-        place = await self.ask(control.LocateMainThread(), timeout)
-        if not isinstance(place, RankPosition):
-            place = RankPosition(holds_gil=True, is_stopped=is_stopped(self.pid))
-        return replace(place, asks=self.waits_for_input, is_debugged=self.is_debugged)
 
     def emit_stderr(self, text: str) -> None:
         """Emit and log a text of the agent's as if the worker had written it to stderr."""
@@ -251,7 +187,7 @@ class Worker:
 
         If `kill` is called several times, the first `why` counts.
         """
-        self.is_killed, self._kill_reason = True, self._kill_reason or why
+        self.death.record_kill(why)
         if self.process is not None:
             self.process.kill()
 
@@ -262,34 +198,7 @@ class Worker:
             self._kernel.send(SigintSent())
         if self.debugger is not None:
             self.debugger.record_interrupt()
-        self.refuse_input()
-
-    def refuse_input(self) -> None:
-        """Make each `input` of the running task raise EOFError, now and later.
-
-        The agent calls this when Stop has interrupted the task.
-        """
-        self._stopped_task = self.task_id
-        # KeyboardInterrupt ends only an `input` in the main thread: answer other threads' inputs.
-        for number in [*self.input_requests]:
-            self.answer_input(InputReply(number))
-
-    def status(self) -> WorkerStatus:
-        """Return the fields of the worker's status that the agent knows without asking the worker.
-
-        `nbdist.agent.inspect` asks the worker for the other fields.
-        """
-        return WorkerStatus(
-            rank=self.rank,
-            pid=self.pid,
-            host=socket.gethostname(),
-            state=self.state,
-            busy_seconds=time.monotonic() - self._busy_since if self.task_id else 0.0,
-            memory=0,
-            device=self.start_info.device,
-            cpu_seconds=cpu_seconds(self.pid),
-            last_line=self.output.last_line,
-        )
+        self.input.refuse()
 
     def renumber(self, rank: int, log_folder: Path | None) -> None:
         """Record that the worker gets another rank, and continue its log in `log_folder`.
@@ -318,39 +227,24 @@ class Worker:
                 await process.exit_within(grace)
             process.kill()
             await asyncio.wait([process.exited], timeout=WORKER_KILL_TIMEOUT)
-        for timer in (self._count_timer, self._kill_timer):
-            if timer is not None:
-                timer.cancel()
+        self.death.cancel_count()
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
         self.output.close()
         self._kernel.close()
         self.log.close()
         self.stacks.remove()
 
-    def _count_oom_kills(self) -> None:
-        """Record how often Linux has killed a process for lack of memory so far.
-
-        If the number is larger when the worker has died, lack of memory is the likely reason.
-        """
-        self._oom_kills = OomKills(self.pid)
-
     def _process_exited(self, exited: asyncio.Future[int]) -> None:
         """Emit the worker's remaining output, then `Died`."""
         self.output.drain()
         code = exited.result()
-        text = self.stacks.crash_text(code, self.task)
-        if self._oom_kills is not None and not self.is_killed:
-            text += self._oom_kills.text(code)
+        text = self.stacks.crash_text(code, self.task.unpack()) + self.death.oom_text(code)
         if text:
             self.emit_stderr(text)
-        lines = self.output.last_lines
-        too_much = code == -signal.SIGABRT and any(map(TOO_MUCH.search, lines))
-        self._died = Died(
-            code, time.time_ns(), self.pid, lines, self._kill_reason, received_too_much=too_much
-        )
-        self._emit_output(self._died)
-        if self.task_id:
-            self.finished = (self.task_id, None)
-        self._forget_task()
+        self._emit_output(self.death.record_exit(code, self.pid, self.output.last_lines))
+        self.task.end(None)
+        self.input.reject_all()
 
     def _connection_lost(self, problem: BadFrame | None) -> None:
         """Kill the worker soon, unless it is exiting, because it can get no further task.
@@ -372,34 +266,21 @@ class Worker:
 
     def _read_message(self, number: int, output: Output | None) -> None:
         if isinstance(output, Failure):
-            self._errors_sent.add(number)
+            self.task.record_error(number)
         self.output.receive(number, output)
 
     def _handle_item(self, item: Output | TaskMessage) -> None:
         match item:
             case InputRequest() | ItemsWanted():
-                self._handle_input_request(item)
+                if self.input.receive(item):
+                    self._emit_output(item)
             case CatchUp(number):
                 self._kernel.send(InputReply(number))
             case Finished(task_id=task_id, done=done):
-                if task_id == self.task_id:
+                if task_id == self.task.id:
                     self._end_task(done)
             case _:
                 self._emit_output(item)
-
-    def _handle_input_request(self, request: InputRequest | ItemsWanted) -> None:
-        """Emit a request of the worker for a typed line, or for items of `World.map`.
-
-        If Stop has interrupted the task, the request is not emitted, and the worker gets the end of
-        input.  If no task is running, the worker gets an `InputReply` with `NO_CELL` as `problem`.
-        """
-        self.input_requests[request.number] = request
-        if not self.task_id:
-            self.answer_input(InputReply(request.number, problem=NO_CELL))
-        elif self.task_id == self._stopped_task:
-            self.answer_input(InputReply(request.number))
-        else:
-            self._emit_output(request)
 
     def _end_task(self, done: Done) -> None:
         """Emit `done`, the end of the task.
@@ -408,24 +289,16 @@ class Worker:
         the error from `done` first.  If the worker cannot take part in its group after the task
         (`done.unfit`), kill the worker; then `Died` is emitted in place of `done`.
         """
-        if done.failure is not None and done.error_number not in self._errors_sent:
-            self._emit_output(user_failure(done.failure))
+        if (failure := self.task.unsent_failure(done)) is not None:
+            self._emit_output(user_failure(failure))
         if done.unfit:
             self.kill(done.unfit)  # `Died` follows instead of `Done`
             return
-        self._errors_sent.clear()
-        count = control.StepCount(done.steps, has_succeeded=True)
-        self.finished = (self.task_id, count if done.status == "ok" else None)
         self._emit_output(done if done.failure is None else replace(done, failure=None))
-        self._forget_task()
-        if self._count_timer is not None:
-            self._count_timer.cancel()
-
-    def _forget_task(self) -> None:
-        for number in [*self.input_requests]:  # requests of threads that still run
-            self.answer_input(InputReply(number, problem=NO_CELL))
-        self.task_id, self._packed = "", b""
+        self.task.end(done)
+        self.input.reject_all()
+        self.death.cancel_count()
 
     def _emit_output(self, output: Output) -> None:
         if self.output.ready.is_set():
-            self._emit(self.rank, self.task_id, output)
+            self._emit(self.rank, self.task.id, output)

@@ -296,7 +296,7 @@ class WorkerGroup:
 
     async def abort_except_other_tasks(self, task_ids: Collection[str]) -> bool:
         """Call `abort` for all ranks that run one of these tasks or no task; return its result."""
-        others = {rank for rank, each in self.all.items() if each.task_id not in ("", *task_ids)}
+        others = {rank for rank, each in self.all.items() if each.task.id not in ("", *task_ids)}
         return await self.abort(self.all.keys() - others)
 
     def _source(self, spec: WorldSpec) -> ProcessSource:

@@ -302,11 +302,13 @@ def test_reading_a_stack_sends_no_signal(world: World, gate: Gate) -> None:
 
 
 @pytest.mark.unit
-def test_a_rank_replaced_meanwhile_is_shown_without_memory() -> None:
+def test_a_rank_replaced_meanwhile_is_shown_without_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A rank that gets another process while its status is read is shown without its memory."""
     status = WorkerStatus(0, os.getpid(), "vm", "starting", 0.0, 0, "cpu")
-    given = SimpleNamespace(gpu="")
-    rank = SimpleNamespace(pid=0, rank=0, start_info=given, status=lambda: status)
+    rank = SimpleNamespace(pid=0, rank=0, start_info=SimpleNamespace(gpu=""))
+    monkeypatch.setattr("nbdist.agent.inspect.status_without_asking", lambda _: status)
     rows = asyncio.run(status_of([rank], UsageWatch(lambda used: None)))
     assert [(row.pid, row.memory) for row in rows] == [(os.getpid(), 0)]
 

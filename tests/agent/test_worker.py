@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.agent.worker import NO_CELL, UNREACHABLE, Worker
+from nbdist.agent.inspect import locate, status_without_asking
+from nbdist.agent.worker import UNREACHABLE, Worker
+from nbdist.agent.worker_task import NO_CELL
 from nbdist.output.events import Died, Done, InputRequest, Output, Text, Typed
 from nbdist.wire import control
 from nbdist.wire.frames import pack
@@ -97,28 +99,29 @@ async def test_each_task_ends_after_all_its_text(watched: Watched) -> None:
     All text of a task comes before its end, and `Died` has the last lines.
     """
     worker = watched.worker
-    assert (worker.state, worker.task, worker.status().busy_seconds) == ("idle", None, 0.0)
+    assert (worker.state, worker.task.unpack(), worker.task.busy_seconds) == ("idle", None, 0.0)
     watched.begin("print('hello')\nx = 5")
-    assert (worker.state, worker.task.source) == ("busy", "print('hello')\nx = 5")
-    assert worker.status().busy_seconds > 0
+    assert (worker.state, worker.task.unpack().source) == ("busy", "print('hello')\nx = 5")
+    assert status_without_asking(worker).busy_seconds > 0
     *before, done = await watched.ends()
     assert text_of(before) == "hello\n"
     assert (done.status, done.bound) == ("ok", {"x"})
     assert repr(worker) == f"<Worker {worker.rank} idle {worker.process!r}>"
-    assert worker.status().pid == worker.pid
+    assert status_without_asking(worker).pid == worker.pid
     numbers = "".join(f"{number}\n" for number in range(50))
     watched.begin(f"import os\nprint({numbers!r}, end='')\nos._exit(3)", "b")
     *before, died = await watched.ends("b")
     assert (died.exit_code, died.pid, died.why) == (3, worker.pid, "")
     assert text_of(before) == numbers
     assert [*died.last_lines] == [str(number) for number in range(30, 50)]
-    assert (worker.state, worker.task) == ("dead", None)
+    assert (worker.state, worker.task.unpack()) == ("dead", None)
 
 
 async def test_a_worker_begins_without_a_process(bench: Source, runner: asyncio.Runner) -> None:
     """A worker without a process is starting, answers nothing, and can be stopped."""
     worker = Watched(bench, next(RANKS)).worker
-    assert (worker.state, worker.pid, worker.status().state) == ("starting", 0, "starting")
+    assert (worker.state, worker.pid) == ("starting", 0)
+    assert status_without_asking(worker).state == "starting"
     assert await worker.ask(control.Check(), SOON) is None
     worker.interrupt()
     worker.kill()
@@ -159,12 +162,12 @@ async def test_a_prompt_comes_after_earlier_text(watched: Watched) -> None:
     *said, last = [output for _, output in watched.shown]
     assert last == watched.asked()[0]
     assert text_of(said) == "before\n"
-    assert worker.input_requests
-    assert (await worker.locate()).asks
-    worker.answer_input(InputReply(last.number, "ada"))
+    assert worker.input.waits_for_line
+    assert (await locate(worker)).asks
+    worker.input.answer(InputReply(last.number, "ada"))
     await until(lambda: len(watched.asked()) == 2)
     for text in ("secret", "again"):  # no prompt is left for the second text
-        worker.answer_input(InputReply(watched.asked()[1].number, text))
+        worker.input.answer(InputReply(watched.asked()[1].number, text))
     outputs = await watched.ends()
     assert [output.text for output in outputs if isinstance(output, Typed)] == ["ada", ""]
     assert [request.secret for request in watched.asked()] == [False, True]
@@ -207,7 +210,7 @@ async def test_a_death_between_tasks_belongs_to_none(watched: Watched) -> None:
     watched.begin("1")
     assert await watched.ends() == [died]
     assert await watched.worker.ask(control.Check(), SOON) is None
-    assert (await watched.worker.locate()).line == 0
+    assert (await locate(watched.worker)).line == 0
 
 
 async def test_last_words_come_before_a_death(watched: Watched) -> None:
