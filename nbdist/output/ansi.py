@@ -197,7 +197,7 @@ def _rgb(colour: str) -> Rgb | None:
 
 
 def _legible(colour: Rgb) -> Rgb:
-    """Return the colour, or its nearest shade that is legible on both white and nearly black."""
+    """Return the colour, or a similar shade that is legible on both white and nearly black."""
     light = _luminance(colour)
     if light > _LIGHTEST:
         return _mix(colour, 0, (_LIGHTEST / light) ** (1 / 2.2))

@@ -16,13 +16,17 @@ MAX_AXIS_TICKS, MAX_STEP_TICKS = 6, 5
 """The most ticks of an axis; the axis of steps has fewer, since its labels are side by side."""
 
 DECADE = 10.0
-"""An axis is logarithmic if its highest number is at least this many times its lowest number."""
+"""The ratio of highest to lowest number from which an axis of positive numbers is logarithmic.
+
+The axis of steps is never logarithmic.
+"""
 
 LABEL_WIDTH = 7  # the width of a character of a label, in pixels
 _LEAST_LABEL = 7  # the labels beside a picture have room for at least this many characters
 
 _FACTORS = ((1, 2, 5), (1, 3), (1,))  # ticks of a logarithmic axis are these times a power of ten
-_MOST_DIGITS = 7  # the most digits of a label; numbers that differ in later digits have no ticks
+# An axis has no ticks if its ends differ by `10**-_MOST_DIGITS` times its largest number, or less.
+_MOST_DIGITS = 7
 
 
 class Axis(NamedTuple):
@@ -62,7 +66,7 @@ class Axis(NamedTuple):
         return marks if is_readable else []
 
     def _multiples(self) -> list[tuple[float, str]]:
-        """Return ticks at multiples of 1, 2 or 5 times a power of ten."""
+        """Return ticks at multiples of 1, 2 or 5 times a power of ten; [] for too short an axis."""
         span, largest = self.high - self.low, max(abs(self.low), abs(self.high))
         if not span > largest * 10.0**-_MOST_DIGITS or largest < 1e-300:
             return []
@@ -91,8 +95,8 @@ class Axis(NamedTuple):
 def label(value: float, unit: float) -> str:
     """Return a number as text, with enough digits to tell apart two ticks at a distance of `unit`.
 
-    Examples are `0.05`, `12,000` and `2e-6`: a number of four digits or more has commas, and a very
-    small or very large number has an exponent.
+    Examples are `0.05`, `12,000` and `2e-6`.  Commas separate thousands.  A number from 1e7 on, or
+    with more than four decimals, has an exponent.
     """
     if abs(value) < unit / 1e6:
         return "0"
@@ -106,11 +110,11 @@ def label(value: float, unit: float) -> str:
 
 
 def with_axes(image: str, down: Axis, across: Axis, edge: float) -> str:
-    """Put the labels of the ticks of two axes left of a picture and below the picture.
+    """Return HTML of a picture, with the labels of `down` left of it, and those of `across` below.
 
-    `edge` is the height of the margin above the highest number, and of the margin below the lowest
-    number, each as a share of the picture's height.  The labels keep their places if the picture
-    shrinks on a narrow page.
+    `image` is the HTML of the picture.  The picture has a margin above the highest number and below
+    the lowest number; `edge` is the height of each margin as a share of the picture's height.  The
+    labels stay beside their places in the picture if the picture shrinks on a narrow page.
     """
     beside = [(edge + (1 - down.share(at)) * (1 - 2 * edge), text) for at, text in down.ticks[::-1]]
     below = [(across.share(at), text) for at, text in across.ticks]
@@ -133,9 +137,9 @@ def with_axes(image: str, down: Axis, across: Axis, edge: float) -> str:
 def _spread(places: Sequence[tuple[float, str]], style: str) -> str:
     """Return HTML that places labels along a row or a column.
 
-    Each label has a place from 0, the start, to 1, the end.  Empty elements between the labels keep
-    the distances.  `style` must give labels no length in the direction of the row or column, since
-    the length of a label would shift the labels behind it.
+    `places` has a pair for each label: its place from 0, the start, to 1, the end, and its text.
+    Empty elements between the labels keep the distances.  `style` must give labels no length in the
+    direction of the row or column, since the length of a label would shift the labels behind it.
     """
     ends = [0.0, *(share for share, _ in places), 1.0]
     spaces = [

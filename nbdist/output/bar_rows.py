@@ -37,12 +37,12 @@ class BarRows:
     def list_bars(
         self, at_cursor: tuple[int, Bar] | None, is_ended: Callable[[int], bool]
     ) -> list[tuple[int, Bar]]:
-        """Return each bar with its row, the topmost first.
+        """Return a pair (row, bar) for each bar that was not erased, the topmost first.
 
         If a program has printed a line of text over a bar, and has drawn the bar again below the
-        line, return only the last row of the bar.  `at_cursor` has the row of the cursor and the
-        bar in this row; it is None if the row has no bar.  `is_ended(row)` returns True if a
-        program has ended the row with a newline, or if the screen has dropped the row.
+        line, the bar has only one pair, with its last row.  `at_cursor` has the row of the cursor
+        and the bar in this row; it is None if the row has no bar.  `is_ended(row)` returns True if
+        a program has ended the row with a newline, or if the screen has dropped the row.
         """
         in_rows = {row: bar for row, bar in self.by_row.items() if row not in self._erased_rows}
         if at_cursor:
@@ -63,12 +63,14 @@ class BarRows:
         return kept[::-1]
 
     def _is_over(self, row: int, bar: Bar, later: int, is_ended: Callable[[int], bool]) -> bool:
-        """Return True if `bar` is over, because row `later` has a new bar with the same name.
+        """Return True if `bar` is over, because row `later` has a new bar of equal name and total.
 
-        The bar in row `later` is new if it began with less progress than `bar` has.  Otherwise it
-        counts as `bar` itself, drawn again below a line of text.  Also return False as long as
-        `bar` is in row `row` and no newline has ended this row (`is_ended`), since the program may
-        draw `bar` there again.
+        The bar in row `later` is new if it began with less progress than `bar` has, and has not
+        moved there from row `row`.  If it is not new, it counts as `bar` itself, drawn again below
+        a line of text, and the result is False.
+
+        The result is also False as long as `bar` is in row `row` and no newline has ended this row
+        (`is_ended`), since the program may draw `bar` there again.
         """
         if self.by_row.get(row) == bar and not is_ended(row):
             return False
@@ -95,7 +97,7 @@ class BarRows:
         return self.cut_widths.pop(row, 0)
 
     def set_removed(self, bars: Iterable[Bar], row: int) -> None:
-        """Record the bars of several screens that were joined to this screen (`Screen.joined`).
+        """Record the bars of several screens from which this screen was made (`Screen.joined`).
 
         The bars have no rows in the joined screen.  They are recorded as bars that text has
         replaced in row `row`, so that `list_bars` returns them.
@@ -122,14 +124,14 @@ class BarRows:
         self._removed.pop((bar.name, bar.total), None)
 
     def drop_lowest(self, width: int, first: int, width_of: Callable[[int], int]) -> None:
-        """Drop the lowest bar of `width` characters, which a program has tried to erase.
+        """Count the lowest bar of `width` characters as erased, since a program tried to erase it.
 
         To erase a nested bar, tqdm writes as many spaces as the bar has characters.  If the program
         has printed lines of text, the bar is further down than tqdm assumes, and tqdm writes the
         spaces to a row without a bar.  So the bar is found by its length.
 
-        Only bars in row `first` or below, and bars that text has replaced, can be dropped.
-        `width_of(row)` returns the number of characters of a row.
+        Only bars in row `first` or below, and bars that text has replaced, are searched.  If none
+        has this length, do nothing.  `width_of(row)` returns the number of characters of a row.
         """
         candidates: list[tuple[int, object]] = [
             (row, key) for key, (row, _, bar_width) in self._removed.items() if bar_width == width
@@ -199,7 +201,7 @@ class BarRows:
             del self.by_row[below]
 
     def drop_above(self, first: int) -> None:
-        """Forget facts about rows above row `first`, because the screen has dropped these rows.
+        """Forget how bars began in rows above row `first`, since the screen has dropped these rows.
 
         The bars of dropped rows are kept.  If there are more than `_MAX_BARS` bars in all rows, the
         topmost bars of dropped rows are forgotten too, and counted in `forgotten`.

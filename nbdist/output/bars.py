@@ -1,9 +1,9 @@
-"""Lays out the progress bars of all ranks as one table that says how far each rank is.
+"""Lays out the progress bars of all ranks as one table that says how far the ranks are.
 
-While a cell runs, each rank has a row for its current bar.  The current bar is the last bar that
-the rank has drawn; it counts as current until the rank has printed many lines below it.  A rank
-"has left" its earlier bars and, when the cell has finished, also its last bar.  Ranks that have
-left a bar at the same position share a row.
+While a cell runs, a rank has a row for its current bar; if many ranks have a current bar, only the
+slowest have rows.  The current bar is the lowest bar that the rank has drawn; it counts as current
+until the rank has printed many lines below it.  A rank "has left" its earlier bars and, when the
+cell has finished, also its last bar.  Ranks that have left a bar at the same position share a row.
 
 The notebook's process draws the table in a panel.  Pure: no I/O here.
 """
@@ -67,7 +67,10 @@ class RankBars(NamedTuple):
 
     @property
     def overall(self) -> float:
-        """The progress in the outermost bar, including the progress of the bars inside of it."""
+        """The progress in the outermost bar: a fraction, or an amount if no fraction is known.
+
+        It includes the progress of the bars inside of the outermost bar, if its total is known.
+        """
         share = self.bar.position
         for bar in reversed(self.around):
             whole = number_of(bar.total)
@@ -90,10 +93,10 @@ class LeftBar(NamedTuple):
 class BarTable(NamedTuple):
     """A table of bars: `rows` has current bars, and `left_bars` has bars that ranks have left.
 
-    If there are many ranks, only the slowest have rows, and `summary` says how far all ranks are.
-    If a rank is clearly behind, `slowest` is this rank, and `behind` is a text such as `rank 2 is
-    20 % behind`; otherwise `slowest` is None and `behind` is "".  `left_bars` has only the newest
-    bars, and `more` is the number of older bars that the table does not show.
+    `ranks` has all ranks with a bar.  If there are many, only the slowest have rows, and `summary`
+    says how far all ranks are.  If a rank is clearly behind, `slowest` is this rank, and `behind`
+    is a text such as `rank 2 is 20 % behind`; otherwise `slowest` is None and `behind` is "".
+    `more` is the number of bars that were left out before the first of `left_bars`.
     """
 
     ranks: tuple[int, ...]
@@ -107,9 +110,10 @@ class BarTable(NamedTuple):
     def share(self, bars: RankBars) -> float | None:
         """Return how much of a row's bar is drawn as filled, from 0 to 1; None if this is unknown.
 
-        For nested bars, the progress of the outermost bar is drawn if its total is known.  If ranks
-        are in different epochs, the drawn bar stands for all these epochs together, so a rank in an
-        earlier epoch has a shorter filled part.
+        For nested bars, the progress of the outermost bar is drawn if its total is known.  If the
+        names of outermost bars differ only in numbers, such as `epoch 1` and `epoch 2`, the drawn
+        bar stands for all these epochs together, so a rank in an earlier epoch has a shorter filled
+        part.
         """
         share = bars.bar.fraction
         if bars.around and number_of(bars.outer.total):
@@ -123,8 +127,8 @@ class BarTable(NamedTuple):
 def current_bars_of(output: RankTranscript, *, with_full: bool = True) -> RankBars | None:
     """Return a rank's current bar and the bars around it; None if the rank has no current bar.
 
-    A rank on which the cell has failed has no current bar.  If `with_full` is False, a bar with
-    printed text below it does not count once it is full or the rank has finished the cell.
+    A rank that has failed or died has no current bar.  If `with_full` is False, a bar with output
+    below it does not count once it is full or the rank no longer runs the cell.
     """
     if output.state in FAILED:
         return None
@@ -155,7 +159,7 @@ def current_bars_of(output: RankTranscript, *, with_full: bool = True) -> RankBa
 
 
 def _recent_bars(screen: Screen, first: int) -> list[tuple[int, Bar]]:
-    """Return the bars of a screen from row `first` on, and their rows."""
+    """Return a pair (row, bar) for each bar of a screen from row `first` on."""
     bars = [(row, bar) for row, bar in screen.bars() if row >= first]
     if (edited := _edited_bar(screen)) and not (bars and bars[-1][0] == screen.cursor):
         bars.append((screen.cursor, edited))
@@ -163,9 +167,9 @@ def _recent_bars(screen: Screen, first: int) -> list[tuple[int, Bar]]:
 
 
 def _edited_bar(screen: Screen) -> Bar | None:
-    """Return the bar that a program has drawn by overwriting the last row; None if there is none.
+    """Return the bar in an overwritten last row; None if `Screen.bars` has it, or if there is none.
 
-    In an overwritten row even a text such as `63 %` counts as a bar.
+    In an overwritten row even a text such as `63 %` counts as a bar here, but not in `Screen.bars`.
     """
     if not screen.is_edited or screen.cursor != screen.end - 1:
         return None
@@ -173,10 +177,9 @@ def _edited_bar(screen: Screen) -> Bar | None:
 
 
 def _all_current_bars(transcript: Transcript, *, with_full: bool = True) -> list[RankBars]:
-    """Return the current bars of all ranks; [] if all ranks with a bar have finished the cell.
+    """Return the current bars of all ranks; [] if no rank with a current bar still runs the cell.
 
-    If `with_full` is False, a bar with printed text below it does not count once it is full or its
-    rank has finished the cell.
+    `with_full` is passed to `current_bars_of`.
     """
     current_bars = (current_bars_of(each, with_full=with_full) for each in transcript)
     current = [*filter(None, current_bars)]
@@ -190,9 +193,10 @@ def find_left_bars(
 
     `bars` has all bars of each rank, and `current` the bars that ranks still draw; `current` is
     empty for a finished cell.  As long as any rank draws `epoch 1`, the bars `epoch 1` of all ranks
-    are left out.  Ranks whose bars stopped at the same position share a `LeftBar`.  If each rank
-    has drawn several bars of the same name and total, the second bar of a rank is merged only with
-    second bars of other ranks, and so on.
+    are left out.  Ranks whose bars stopped at the same position share a `LeftBar`.
+
+    If a rank has drawn several bars of the same name and total, its second bar is compared only
+    with the second bars of other ranks, and so on.
     """
     present = set[tuple[str, str, int]]()
     for each in current:
@@ -237,7 +241,7 @@ def _rates(rates: Sequence[str]) -> str:
 
 
 def final_table(transcript: Transcript) -> BarTable | None:
-    """Return the table of bars of a finished cell; None if the cell had no bars."""
+    """Return the table of bars of a finished cell; None if no rank has a bar that is not erased."""
     left_bars = find_left_bars({each.rank: each.bars for each in transcript})
     return _add_left_bars(BarTable(()), left_bars, MAX_BAR_ROWS) if left_bars else None
 
@@ -262,8 +266,8 @@ def bar_table(transcript: Transcript) -> BarTable | None:
     if not (bars or left_bars):
         return None
     table = _present_table(bars) if bars else BarTable(())
-    # Show as many rows as the table of the finished cell will have, so that no rows appear when the
-    # cell ends.
+    # The table of the finished cell will have up to `MAX_BAR_ROWS` rows.  Show about as many now,
+    # so that few rows appear or vanish when the cell ends.
     max_left = max(_MAX_LEFT_LIVE, MAX_BAR_ROWS - len(table.rows))
     return _add_left_bars(table, left_bars, max_left)
 
@@ -285,7 +289,7 @@ def _present_table(rank_bars: Sequence[RankBars]) -> BarTable:
 def _slowest(rank_bars: Sequence[RankBars]) -> tuple[int | None, str]:
     """Return the rank that is clearly behind, and a text such as `rank 2 is 20 % behind`.
 
-    Return None and "" if no rank is clearly behind.
+    Return None and "" if no rank is clearly behind, or if the bars cannot be compared.
     """
     low, high = min(rank_bars, key=_progress_key), max(rank_bars, key=_progress_key)
     if len({_NUMBERS.sub("#", bars.outer.name) for bars in rank_bars}) > 1:
@@ -313,7 +317,7 @@ def merged_line(transcript: Transcript) -> str:
     """Return a line on how far the current bars are: `[0-3] epoch 63% (47-64) 12:01<07:10`.
 
     If the bars have exactly two names, such as `epoch 1` and `epoch 2`, the line has a part for
-    each name.  Return "" if there are no current bars.
+    each name.  A full bar with output below it does not count.  Return "" if no bar counts.
     """
     named = dict[tuple[str, ...], list[RankBars]]()
     for bars in (rank_bars := _all_current_bars(transcript, with_full=False)):
@@ -335,7 +339,7 @@ def _progress_text(rank_bars: Sequence[RankBars]) -> str:
 def _common_name(rank_bars: Sequence[RankBars]) -> str:
     """Return one name for the bars of all ranks, such as `epoch 2-3/10, step`.
 
-    Return "" if the bars have different names.
+    Return "" if the bars have different names, or if outer bars have different totals.
     """
     names = {bars.name for bars in rank_bars}
     if len(names) == 1:
@@ -427,8 +431,8 @@ _SLOWEST = "slowest"
 _BESIDE_NAME = "display:flex;flex-wrap:wrap;column-gap:10px"
 _COLUMN = "display:inline-block;min-width:{:.1f}em;text-align:{}"
 _REST = "flex:1 1 {:.1f}em;min-width:0;white-space:normal;overflow-wrap:break-word"
-# Widths are rounded up to a multiple of this many characters, so that a text with one more digit
-# seldom moves to a new line.
+# The width of other texts is rounded up to a multiple of this many characters, so that a text with
+# one more digit seldom moves to a new line.
 _REST_UNIT = 2
 _FILL = "display:inline-block;vertical-align:middle;height:10px;border-radius:2px"
 _TRACK = f"{_FILL};width:80px;background-color:{{}};line-height:0"
@@ -439,7 +443,7 @@ _BAR_WIDTH, _BAR_PARTS = 20, " ▏▎▍▌▋▊▉"
 
 
 def bars_html(shown: BarTable) -> str:
-    """Draw the table as HTML, below a line with the summary and the number of earlier bars."""
+    """Draw the table as HTML, below a line with the texts of `_lines_above`, if there are any."""
     rows = [*_rows(shown)]
     # Reserve a column for the word `slowest` before any rank is slow: a column that appears later
     # would move all other columns.
@@ -472,8 +476,8 @@ class _Widths(NamedTuple):
 def _widths(rows: Sequence[_Row], *, has_mark: bool) -> _Widths:
     """Return the widths with which the columns of all rows are aligned.
 
-    The column of amounts has room for the largest amount, which is the total, so that the columns
-    do not move while the bars proceed.
+    The column of amounts has room for `500/500` if a total is 500, so that the columns do not move
+    while the bars proceed.
     """
     totals = [row.amount.partition("/")[2] for row in rows]
     # Rows of several ranks may have long sets such as `{1, 2, 3}`.  Columns as wide as a long set
@@ -550,7 +554,7 @@ def _column(html: str, width: int, side: str) -> str:
 
 
 def _name_cell(name: str) -> tuple[str, str]:
-    """Return a cell with a bar's name; if a long name is cut, a tooltip shows the whole name."""
+    """Return a cell with a bar's name; a long name, which narrow pages cut, also has a tooltip."""
     if len(name) <= _SHORT_NAME:
         return _FIXED, dim(name)
     return _NAME.format(1 + 0.9 * len(name)), f'<span title="{escape(name)}">{dim(name)}</span>'

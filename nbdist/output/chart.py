@@ -49,8 +49,9 @@ class Far(NamedTuple):
     """A rank that was outside the band from `step` to `until`; `is_back` is True if it came back.
 
     If the rank left the band several times, the steps are of the last time.  `mean` is the rank's
-    number at the step `until`, and `median` the median of the other ranks there.  `is_exact` is
-    False if the first step outside is known only roughly, since a column can hold several steps.
+    number at the step `until`, and `median` the median of the other ranks there; ranks that are far
+    too count only if there are no others.  `is_exact` is False if the first step outside is known
+    only roughly, since a point can hold several steps.
     """
 
     rank: int
@@ -67,7 +68,8 @@ class Bands:
     """The numbers of all ranks in a run, compared column by column.
 
     A column holds one or more consecutive steps.  A number is None if the column has no finite
-    number.  The band spans the ranks that are not far from the others, or all ranks if each is far.
+    number, and none could be interpolated from the columns around it.  The band spans the ranks
+    that are not far from the others, or all ranks if each is far.
     """
 
     steps: list[float]
@@ -77,7 +79,7 @@ class Bands:
     high: list[float | None]  # the highest mean of a rank in the band
     bottom: list[float | None]  # the lowest of all numbers of the ranks in the band
     top: list[float | None]  # the highest of all numbers of the ranks in the band
-    far_ranks: tuple[Far, ...]  # the ranks outside the band
+    far_ranks: tuple[Far, ...]  # the ranks that were far from the others
     odd: Mapping[int, Odd]  # by rank: its NaN and infinite numbers
 
     @property
@@ -120,10 +122,12 @@ def bands_of(run: RunSeries) -> Bands:
 
 
 def _columns(series: Series, begin: float, width: float, columns: int) -> list[CurvePoint | None]:
-    """Divide a rank's points into columns of `width` steps; return a merged point for each.
+    """Divide a rank's points into columns of `width` steps; return one point or None for each.
 
-    The first column is around step `begin`.  An empty column between finite points gets an
-    interpolated point.  Other empty columns, and columns with only NaN or infinity, are None.
+    The first column is around step `begin`.  The points in a column are merged.  If the nearest
+    columns with points, on both sides of an empty column, have finite numbers, the empty column
+    gets an interpolated point.  Other empty columns, and columns with only NaN or infinity, are
+    None.
     """
     by_column: list[CurvePoint | None] = [None] * columns
     point: CurvePoint | None
@@ -231,7 +235,7 @@ def step_text(step: float) -> str:
 
 
 def shown_name(name: str) -> str:
-    """Return a name's first line, cut to `MAX_CHART_NAME_LENGTH` characters, or "(no name)"."""
+    """Return a name's first line, cut to `MAX_CHART_NAME_LENGTH`; "(no name)" for a blank name."""
     return one_line(name, MAX_CHART_NAME_LENGTH) or "(no name)"
 
 
@@ -247,7 +251,7 @@ def headline(name: str, curve: Curve, bands: Bands) -> str:
     the numbers are those of the last step that all ranks have tracked.  If one rank is much further
     than another, or if a rank has NaN or infinity, the numbers are those of the last step that any
     rank has tracked.  If several steps were merged into one point, the line says that the number is
-    a mean.
+    a mean.  If no number is finite, the line has only the name and the ranks.
     """
     run, earlier = curve.last, len(curve.runs) - 1
     end_of_line = f" · {count(earlier, 'earlier run')}" if earlier else ""
@@ -267,7 +271,7 @@ def headline(name: str, curve: Curve, bands: Bands) -> str:
     compared = [run[rank] for rank, means in bands.means.items() if means[last] is not None]
     points = [series.finite_until(end) for series in compared]
     step = min(point.step for point in points)
-    # A point may hold several steps.  Compare all ranks over the steps of the widest point.
+    # A point may hold several steps.  Compare all ranks over the steps of all these points.
     stop = max(series.end_of(point) for series, point in zip(compared, points, strict=True))
     points = [series.merge_points(step, stop) for series in compared]
     means, merged_count = [each.mean for each in points], max(each.finite for each in points)
@@ -316,7 +320,11 @@ def odd_text(odd: Odd) -> str:
 
 
 def curves_text(curves: Curves, names: Sequence[str] = ()) -> str:
-    """Return the last run of each curve, or only of the curves `names`, as a table of text."""
+    """Return the last run of each curve, or only of the curves `names`, as lines and tables.
+
+    A curve with a single step, or whose numbers are all equal, has no table.  Below the curves is
+    the line of `more_text`, if any.
+    """
     chosen = [*names] or [*curves.by_name]
     parts = [_table(name, curves.by_name[name]) for name in chosen]
     return "\n".join([*parts, *([left_out] if (left_out := more_text(curves)) else [])])
@@ -383,8 +391,8 @@ _TILE = (
 def live_curves(curves: Curves, pool: str = "") -> tuple[str, str]:
     """Return the curves of a running cell as HTML and as text.
 
-    If the last drawing is recent, return it again, since drawing takes long.  `pool` is the pool
-    that a command in the HTML names, "" for the default pool.
+    If the last drawing is recent, or if no numbers have come since, return it again, since drawing
+    takes long.  `pool` is the pool that a command in the HTML names, "" for the default pool.
     """
     begun = time.monotonic()
     due, version, html, text = curves.drawn
@@ -400,10 +408,11 @@ def live_curves(curves: Curves, pool: str = "") -> tuple[str, str]:
 def curves_html(
     curves: Curves, names: Sequence[str] = (), max_bytes: int = MAX_CHART_BYTES, pool: str = ""
 ) -> str:
-    """Return the curves `names`, or all curves, as HTML of about `max_bytes` bytes.
+    """Return the curves `names`, or all curves, as HTML of at most about `max_bytes` bytes.
 
-    After `MAX_PICTURES` curves the HTML only says how many names are left out, and which command
-    shows them.  The command has the option `--pool` unless `pool` is "".
+    A picture that would exceed `max_bytes` is left out, but not the numbers of its curve.  After
+    `MAX_PICTURES` curves the HTML only says how many names are left out, and which command shows
+    them.  The command has the option `--pool` unless `pool` is "".
     """
     chosen, tiles = [*names] or [*curves.by_name], list[str]()
     for name in chosen[:MAX_PICTURES]:
@@ -417,7 +426,11 @@ def curves_html(
 
 
 def _tile(name: str, curve: Curve, max_bytes: int) -> str:
-    """Return a curve as HTML: its newest numbers, and its picture if that fits in `max_bytes`."""
+    """Return a curve as HTML: its newest numbers and remarks, and its picture if there is one.
+
+    The picture is left out if it has more than `max_bytes` bytes.  A curve with a single step, or
+    without finite numbers, has no picture.
+    """
     bands = bands_of(curve.last)
     title, text = shown_name(name), headline(name, curve, bands)
     newest, step, *ranks = text.removeprefix(title).split(" · ")
@@ -514,10 +527,12 @@ class ChartRange(NamedTuple):
 
 
 def picture(bands: Bands, frame: ChartRange) -> str:
-    """Draw the curves of all ranks in one run (see `RunSeries`) as SVG without text.
+    """Draw one run of a curve as SVG: the median of all ranks, the band, and the first far ranks.
 
-    The page may be light or dark: the colours of the picture are visible on both.  Text is added as
-    HTML beside the picture (`with_axes`), since only HTML has the page's own colour of text.
+    The picture shows a far rank for each of `FAR_COLOURS`, and marks the steps at which ranks have
+    NaN or infinity for the first time.  The page may be light or dark: the colours of the picture
+    are visible on both.  All text is HTML beside the picture (`with_axes`), since only HTML has the
+    page's own colour of text.
     """
     width, height, steps = CHART_WIDTH * SCALE, CHART_HEIGHT * SCALE, bands.steps
     grid = [f"M0 {at}h{width}" for at in (0, height)]

@@ -20,10 +20,10 @@ from nbdist.output.events import MIN_STEP_WIDTH, OF_POINT, Tracked
 from nbdist.words import one_line
 
 MAX_POINTS, MIN_POINTS, POINTS_OF_ALL = 2_000, 100, 100_000
-"""The most points of a curve.
+"""Limits on the points that are kept of a curve, in each run.
 
-A rank keeps `MAX_POINTS` if there are few ranks.  Many ranks together keep `POINTS_OF_ALL`, but
-each rank keeps at least `MIN_POINTS`.
+A rank keeps at most `MAX_POINTS`.  Many ranks share `POINTS_OF_ALL` equally, but each of them may
+keep `MIN_POINTS`.
 """
 
 MAX_CURVE_NAMES, MAX_RUNS = 64, 8
@@ -33,14 +33,13 @@ class Series:
     """The points of one rank's curve in one run, in rising order of their steps.
 
     If there are more than `max_points` points, neighbouring points are merged.  From then on a
-    point covers `wide` steps and begins at a multiple of `wide`, so that two ranks that have
-    tracked equal numbers also have equal points.  `columns` has an array for each field of
-    `CurvePoint`.
+    point covers `wide` steps and begins at a multiple of `wide`, so that the points of different
+    ranks can be compared.  `columns` has an array for each field of `CurvePoint`.
     """
 
     def __init__(self, max_points: int) -> None:
         self.columns = tuple(array("d") for _ in range(OF_POINT))
-        self.wide = 0.0  # steps in a merged point; 0 as long as no points are merged
+        self.wide = 0.0  # steps that a point covers; 0 as long as all points have had room
         self.odd: Odd | None = None
         self._most = max_points
 
@@ -63,7 +62,7 @@ class Series:
     def finite_until(self, step: float) -> CurvePoint:
         """Return the last finite point up to `step`, or else the first finite point after `step`.
 
-        A point is finite if any of its numbers is finite.
+        A point is finite if any of its numbers is finite.  The series must have such a point.
         """
         finite = self.columns[1]
         end = bisect_right(self.columns[0], step)
@@ -102,7 +101,7 @@ class Series:
         """
         if point.odd:
             # A worker begins a new point at its first odd number (NaN or infinity), so `point.step`
-            # is the step of that number.
+            # is the step of that number, unless the steps go back and forth.
             step, numbers, goes_on = self.odd or (point.step, 0, True)
             self.odd = Odd(step, numbers + point.odd, goes_on and not point.finite)
         elif self.odd and self.odd.goes_on:
@@ -172,7 +171,7 @@ class CurvePoint(NamedTuple):
 
 
 RunSeries = dict[int, Series]
-"""By rank, the series of one run; a run ends when a rank tracks a smaller step than before."""
+"""The series of one run, by rank; a rank begins a new run if it tracks a step below its last."""
 
 
 class Curve:
@@ -281,7 +280,9 @@ class Curves:
     def table(self, name: str) -> Any:
         """Return the curve of a name as a pandas DataFrame with a row for each step of each run.
 
-        Raises UsageError if the name has no curve, or if pandas is not installed.
+        Each rank has a column.  Steps that were merged into one point share a row, which has the
+        mean of their finite numbers.  Raises UsageError if the name has no curve, or if pandas is
+        not installed.
         """
         curve = self.find_curve(name)
         try:

@@ -1,7 +1,7 @@
 """The types of the outputs of a rank, such as `Text`, `Display`, `Failure` and `Done`.
 
-The agent of a machine makes these outputs, mostly from the Jupyter messages of its workers and from
-the text that they print.  The agent sends them to the notebook, whose `Transcript` collects them.
+The agent of a machine makes most outputs, from the Jupyter messages of its workers and from the
+text that they print.  The agent sends them to the notebook, whose `Transcript` collects them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """The amount of output that the agent dropped because the notebook read too slowly.
+    """The amount of output that an agent or head dropped, since too much waited for the notebook.
 
-    Dropped text is still in the rank's log file; dropped displays are lost.
+    Dropped text is still in the rank's log file, if there is one.  `displays` counts dropped
+    displays, errors and messages of widgets, which are lost.
     """
 
     characters: int
@@ -115,8 +116,10 @@ class Clear(NamedTuple):
 class Failure(NamedTuple):
     """An exception that was raised on the rank, and that has in most cases ended the cell there.
 
-    `traceback` has ANSI colours.  `kinds` names the exception's class and its base classes, each as
-    `module:qualified.name`.  If memory ran out, the lines of `account` say what used it.
+    `traceback` may have ANSI colours.  `kinds` names the exception's class and its base classes,
+    each as `module:qualified.name`; it may be empty for errors that nbdist itself reports.  The
+    lines of `account` advise how to repair the error, or, if memory ran out, say what used it; most
+    errors have none.
 
     `connections` tells whether the exception was raised because the rank's connections were closed.
     It is "ended" if an abort or another rank closed them, "timed out" if gloo closed them because a
@@ -133,7 +136,7 @@ class Failure(NamedTuple):
 
 
 NAME_PROBLEM, SCRIPT_FAILED, LEFT_DEBUGGER = "VariableError", "ScriptFailed", "BdbQuit"
-"""The `Failure.name` of failures that no exception in the user's code has caused.
+"""The `Failure.name` of three kinds of failures that nbdist reports in its own words.
 
 In this order: a variable could not be bound or fetched; a script exited with a code that is not 0;
 the user left the debugger, which ends the task.
@@ -182,10 +185,11 @@ class Died(NamedTuple):
 class Incomplete(NamedTuple):
     """Variables that may hold a part of the result of an aborted collective.
 
-    `line` is the line of the cell that called the collective; it is 0 if no line of a cell did so,
-    as in a script.  Each pair in `parts` names what the collective was writing: ("gradients",
-    "model") are the gradients of the variable `model`, and ("", "x") is the whole variable `x`.
-    The second text is "" if no variable is known to hold the tensor.
+    `operation` is the collective, or `backward` or `wait`.  `line` is the line of the cell that led
+    to it; it is 0 if no line of a cell did so, as in a script.  Each pair in `parts` names what the
+    collective was writing: ("gradients", "model") are the gradients of the variable `model`, and
+    ("", "x") is the variable `x`.  The second text is "" if no variable is known to hold the
+    tensor.
     """
 
     operation: str
@@ -203,8 +207,9 @@ class Done:
     status: Literal["ok", "error", "aborted"]
     seconds: float
     bound: frozenset[str] = frozenset()  # the names that the task has bound
-    # The modules, functions and classes among the bound names, each with its import path, such as
-    # `numpy` or `torch.nn:Linear`.  The path is "" if an import would not give the same object.
+    # By bound name: the import path of a module, function or class, such as `numpy` or
+    # `torch.nn:Linear`.  The path is "" if an import would not give the same object.  Functions and
+    # classes that cells have defined are left out.
     imported: Mapping[str, str] = field(default_factory=dict)
     # A `Payload` of the values that the notebook asked for.  If the task failed, a `Payload` of the
     # arguments and attributes of the exception.
@@ -236,7 +241,7 @@ class Done:
 
     @property
     def made(self) -> frozenset[str]:
-        """The bound names that are not imported: only the cell can make their values again."""
+        """The bound names that are not in `imported`: only the cell can make their values again."""
         return self.bound - self.imported.keys()
 
     def __reduce__(self) -> tuple[type[Done], tuple[Any, ...]]:
@@ -296,9 +301,9 @@ class ItemsWanted(NamedTuple):
 class ItemOutcome(NamedTuple):
     """The outcome of an item of `World.map`: its result, or the exception of the function.
 
-    `item` is the index of the item, from 0.  `failure` is None if the function has returned.
-    `values` is a `Payload` of the result, or of the exception's arguments and attributes; it is
-    None if the result could not be sent.
+    `item` is the index of the item, from 0.  `failure` is None if the function has returned, and
+    its result could be sent.  `values` is a `Payload` of the result, or of the exception's
+    arguments and attributes; it is None if the result could not be sent.
     """
 
     item: int
@@ -327,7 +332,7 @@ class Comm(NamedTuple):
 
 
 class TransferProgress(NamedTuple):
-    """The rank has packed `done` of `total` bytes of the values that it returns."""
+    """How far values of the rank's task are packed or sent: `done` of `total` bytes."""
 
     done: int
     total: int
@@ -364,7 +369,7 @@ in 64 bits.
 """
 
 MIN_STEP_WIDTH = 1e-9
-"""The least width of a merged point in steps; a step divided by less could be infinite."""
+"""The least width of a merged point in steps; a step divided by much less could be infinite."""
 
 MOVED_TYPE, RECORD_TYPE = "nbdist_moved", "nbdist_record"
 TRACKED_TYPE, WARNED_TYPE = "nbdist_tracked", "nbdist_warned"
@@ -407,7 +412,7 @@ number, since it is a gap in a curve.
 def size_of(output: Output) -> int:
     """Return about how many characters an output has, to bound the memory of queued outputs.
 
-    Return 0 for outputs that are never dropped, such as `Done`.
+    Return 0 for most outputs that are never dropped, such as `Done`.
     """
     match output:
         case Text(text=text):

@@ -1,7 +1,7 @@
 """Computes digests by which outputs and errors of ranks are compared; parses progress bars.
 
-Outputs are alike if they differ only in parts such as addresses and devices, which are different on
-each rank.  `Transcript` and `Screen` call these functions.  Pure: no I/O here.
+Outputs are alike if they differ only in parts such as addresses and devices, which may be different
+on each rank.  `Transcript` and `Screen` call these functions.  Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _HINTS = ("0x", "cuda:", "xpu:", "npu:", "hpu:", "mps:", "GPU ", "pid", "PID", "
 # character, the character is doubled, so that the text cannot equal a text with placeholders.
 _MARK, _PLACEHOLDER, _OF_TIME = "\0", "\0n", "\0t"
 _ERROR_OF_GROUP = re.compile(r"^ *(?:\| *)+[A-Za-z_][\w.]*: .+", re.MULTILINE)
-"""A row `    | ValueError: rank 3 has no shard` in the traceback of an exception group."""
+"""Matches a row `    | ValueError: rank 3 has no shard` in an exception group's traceback."""
 _CELL_LINE = re.compile(r"Cell In\[\d+\], line (\d+)")
 # The most characters of an error's text in which parts are replaced by placeholders.  A longer text
 # is compared as it is, since the replacement would take too long.
@@ -168,6 +168,8 @@ def error_keys(rank: int, error: RankError | None) -> tuple[str, ...]:
     An exception on rank 3 has two texts, and the second has a placeholder instead of the number 3.
     So the errors of ranks 3 and 5 are alike by the first text if both say "8 shards".  They are
     alike by the second text if rank 3 says "shard 3" and rank 5 says "shard 5".
+
+    The death of a process has a single text, with its exit code.  Without an error the text is "".
     """
     if not isinstance(error, Failure):
         return (f"died {error.exit_code}" if error else "",)
@@ -190,8 +192,8 @@ def _place(failure: Failure) -> str:
     """Return the traceback of a failure, in the form in which `error_keys` compares tracebacks.
 
     The message at the end is removed, because `error_keys` compares messages separately; only a
-    message longer than `_MAX_COMPARED` stays.  For a KeyboardInterrupt, return only the line
-    numbers in cells, because Stop interrupts ranks at random places in libraries.
+    message longer than `_MAX_COMPARED` stays.  For a KeyboardInterrupt, return only texts such as
+    `Cell In[5], line 3`, because Stop interrupts ranks at random places in libraries.
     """
     text = "\n".join(failure.traceback)
     if failure.name == "KeyboardInterrupt":
@@ -216,12 +218,12 @@ NUMBER = (
     r"(?<![\w.:/-])-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
     rf"(?={UNITS}?(?![\w/-]|[.:]\d))"
 )
-"""A number that stands by itself, maybe before a unit, but not in a name, an address or a time."""
+"""Matches a number that stands by itself or before a unit, and not in a name, address or time."""
 
 # --- parsing progress bars ---------------------------------------------------------------------
 
 BAR_SIGNS = ("%|", "it/s", "s/it", "━━━━━", "[=====")
-"""Signs of a progress bar: only a row that has one of these signs is parsed, since parsing is slow.
+"""Signs of a progress bar: `read_row` parses only rows that have one, since parsing is slow.
 
 Nearly every bar has one of the signs, and few other texts have one.
 """
@@ -287,7 +289,8 @@ class Bar(NamedTuple):
     def is_before(self, later: Bar) -> bool:
         """Return True if `later` can be a later state of this bar, by its progress and time.
 
-        Callers must have compared the names and totals of the two bars.
+        Callers must have compared the names and totals of the two bars.  A finished bar has no
+        later state.
         """
         is_later = later.position >= self.position
         return not self.is_finished and is_later and (later.elapsed or 0) >= (self.elapsed or 0)
@@ -331,10 +334,10 @@ def read_bar(text: str, *, is_edited: bool = False) -> Bar | None:
 def read_row(text: str, *, is_edited: bool) -> Bar | None:
     """Parse a whole row of a terminal as a progress bar; None if the row is no bar.
 
-    A bar in the form of tqdm's bars counts in any row.  Another bar counts only if its row was
-    overwritten (`is_edited`), since people also print lines that look like bars.  If there is other
-    text in the row, such a bar must also be finished: while a bar runs, the text beside it may be
-    printed text.
+    A bar in the form of tqdm's bars counts in any row.  Another bar counts only in a row that a
+    program has drawn again (`is_edited`), since people also print lines that look like bars.  If
+    there is other text in the row, such a bar must also be finished: while a bar runs, the text
+    beside it may be printed text.
     """
     if len(text) > LONGEST_BAR or not any(sign in text for sign in BAR_SIGNS):
         return None
@@ -410,7 +413,7 @@ def _from_any(plain: str, drawn: re.Match[str] | None) -> Bar | None:
     """Parse a bar of any library, whose columns may be in any order.
 
     `drawn` is the drawing in the text, such as `[====>   ]`, or None.  Returns None if the text has
-    neither counts such as `3/10` nor a percentage from 0 to 100.
+    neither counts such as `3/10` nor a percentage, or if the percentage is above 100.
     """
     left, right = (plain[: drawn.start()], plain[drawn.end() :]) if drawn else (plain, "")
     remainder = f"{left}\0{right}"
@@ -455,7 +458,7 @@ def _without_times(text: str, *, is_finished: bool) -> tuple[str, float | None, 
 def fraction_of(done: str, total: str, percent: float | None) -> float | None:
     """Return `done / total`, or `percent` if the total is unknown; None if both are unknown.
 
-    The result is at most 1.  `percent` is a fraction between 0 and 1, in spite of its name.
+    The result is at most 1.  `percent` is a fraction, such as 0.63 for 63 %.
     """
     whole = number_of(total)
     if whole > 0:

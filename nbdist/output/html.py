@@ -82,7 +82,7 @@ _TALL = "display:flex;flex-direction:column-reverse;max-height:546px;overflow:au
 
 
 def panel_html(shown: Panel) -> str:
-    """Return a panel as HTML, with the blocks of failed ranks before all other blocks."""
+    """Return a panel as HTML; blocks of failed ranks come first, unless each rank has a tab."""
     failed, others = shown.failed_and_others
     parts = [_head(shown), line(dim(shown.waits)), line(dim(shown.spread))]
     parts += [_block(block, shown) for block in failed]
@@ -178,10 +178,11 @@ def _block(block: PanelBlock, shown: Panel, style: str = "") -> str:
 
 
 def _with_last_line(block: PanelBlock) -> tuple[PanelBlock, str]:
-    """Take the first lines out of a block; return the block without them, and the last of them.
+    """Return a block without its first list of lines, and the text of the last of these lines.
 
-    While a cell runs, a block that will be closed at the end shows only this last line, beside its
-    title.  So the block does not shrink when the cell ends.
+    The text has no colours; it is "" for a block without lines.  While a cell runs, a block that
+    will be closed at the end shows only this text, beside its title.  So the block does not shrink
+    when the cell ends.
     """
     for index, item in enumerate(block.items):
         if isinstance(item, list):
@@ -191,7 +192,7 @@ def _with_last_line(block: PanelBlock) -> tuple[PanelBlock, str]:
 
 
 def _body(block: PanelBlock, *, is_live: bool) -> str:
-    """Return the output of a block, then its traceback if it has one."""
+    """Return HTML with the output of a block, then its traceback if it has one."""
     html = ""
     for item in block.items:
         match item:
@@ -277,12 +278,12 @@ def _fits(rows: list[str], width: int) -> bool:
 
 
 def _side_by_side(blocks: list[PanelBlock], shown: Panel) -> str:
-    """Return blocks side by side, in columns that are equally wide.
+    """Return HTML with the blocks side by side, in columns that are about equally wide.
 
-    If any block has a figure, the columns share the width of the page.  A wide page has two columns
-    for two or four blocks, and three columns for other numbers of blocks.  Without figures a column
-    is as wide as the widest line, and a row has as many columns as fit; four blocks stand in one
-    row, or in two rows of two blocks.
+    A single block is returned as it is.  If any block has a figure, the columns share the width of
+    the page.  A wide page has two columns for two or four blocks, and three columns for other
+    numbers of blocks.  Without figures a column is about as wide as the widest line, and a row has
+    as many columns as fit; four blocks stand in one row, or in two rows of two blocks.
     """
     if len(blocks) == 1:
         return _block(blocks[0], shown)
@@ -390,7 +391,7 @@ def all_show_widgets(transcript: Transcript) -> bool:
 
 
 def figures(transcript: Transcript) -> list[tuple[str, Display]]:
-    """Return the images that a panel embeds, each with its ranks.
+    """Return the images that a panel can embed, each as a pair: its ranks in words, and a display.
 
     A saved notebook also has the images as separate outputs, for converters and other programs that
     do not read the panel.

@@ -44,7 +44,7 @@ _TEXT = (  # `word-break`: without it JupyterLab breaks lines of <pre> in the mi
     f"font-size:13px;line-height:1.4;word-break:normal;{LINES}"
 )
 _LONG, _THREE_ROWS = 600, 230
-"""A line with more than `_LONG` characters is folded; then `_THREE_ROWS` characters are visible.
+"""A line with more than `_LONG` characters may be folded; then `_THREE_ROWS` of them are visible.
 
 The visible part fills three rows of a narrow page.
 """

@@ -70,7 +70,7 @@ _MANY_GROUPS, _MAX_VALUES = 16, 256
 _LONGEST_VALUE = 100
 _MAX_BLOCK_LINES, _FEWER_LINES, _FEWER_LINES_FROM = 200, 50, 64
 _OPEN_LINES = 60
-# The states of a rank that has failed itself, not because of another rank or of Stop.
+# The states of ranks that have failed, without those that are "released" or "stopped".
 _OWN_FAILURES = frozenset[DisplayState](("failed", "died"))
 _ALWAYS_OPEN_LINES = 8
 """The most lines of a block that is always open, because it needs little room on the page."""
@@ -101,9 +101,10 @@ def live_layout(
     `note` is a line at the end of the panel.  `pool` is "" for the default pool.
 
     If many ranks differ, only failed ranks and ranks that wait for input have blocks.  All other
-    ranks are in a table, in which ranks with the same last line share a row.  Blocks of ranks that
-    wait for input come last.  `turn` is the rank to which the input box belongs now; the block of
-    this rank is the very last, next to the box.
+    ranks with output are in a table, in which ranks with the same last line share a row.  Ranks
+    without room in the panel are only named.  Blocks of ranks that wait for input come last.
+    `turn` is the rank to which the input box belongs now; the block of this rank is the last of
+    all, so that it is near the box.
     """
     bars = bar_table(transcript)
     groups = [
@@ -200,9 +201,10 @@ def final_layout(
 ) -> Panel:
     """Lay out a cell that has finished, or a cell that still runs, as it is at the time `now`.
 
-    `logs` has the log file of each rank, and `note` is a line at the end of the panel.  `pool` is
-    "" for the default pool.  If the panel `is_on_page`, the page itself shows displays that a panel
-    cannot embed, below the panel.  A block that would have only displays of this kind is left out.
+    `logs` has the path of a log file by rank, and `note` is a line at the end of the panel.  `pool`
+    is "" for the default pool.  If the panel `is_on_page`, the page itself shows displays that a
+    panel cannot embed, below the panel.  Then a block of ranks that have succeeded is left out if
+    it would have only displays of this kind.
     """
     logs = logs or {}
     shown = _base_panel(transcript, now, pool)._replace(pace=_pace(transcript), note=note)
@@ -289,7 +291,8 @@ def _value_rows(
 def _short_value(group: AlikeRanks, *, is_live: bool) -> ScreenLine | None:
     """Return the line of a group whose whole output is one short line; None for all other groups.
 
-    The ranks must have succeeded.  In a live layout (`is_live`) they may also still run.
+    A display with only text counts as a line.  The ranks must have succeeded.  In a live layout
+    (`is_live`) they may also still run.
     """
     is_well = group.shown.state == "ok" or (is_live and group.shown.state == "running")
     if not is_well or len(group.shown.visible_pieces) != 1 or group.shown.rows > 1:
@@ -319,9 +322,9 @@ def _final_blocks(
 ) -> tuple[PanelBlock, ...]:
     """Return the blocks of a finished cell.
 
-    The block of the first rank, blocks of failed ranks and short blocks are open.  Of the other
-    blocks, the first are open until their lines have used up the `room`.  If not all output of a
-    block is visible at once, its title says how much output there is.
+    The block of the first rank, blocks of failed ranks and short blocks are open.  Any other block
+    is open if the open blocks before it have left room for its lines, of `room` lines in all.  If
+    not all output of a block is visible at once, its title says how much output there is.
     """
     blocks = []
     max_lines = max_block_lines(transcript)
@@ -347,9 +350,9 @@ def _final_blocks(
 def _failed_first_text(group: AlikeRanks, transcript: Transcript) -> str:
     """Return `failed first` for the group whose error was the first in the cell.
 
-    Return "" for other groups, and if no other rank has failed, since the text would say nothing.
-    Also return "" if the error cannot have caused the failures of other ranks: if the cell was
-    ended by closed connections or by the agent, or if Stop came before the error.
+    Return "" for other groups, and if no rank outside of the group has failed, since the text would
+    say nothing.  Also return "" if the error cannot have caused the failures of other ranks: if the
+    cell was ended by closed connections or by the agent, or if Stop came before the error.
     """
     others = [each for each in transcript if each.state in FAILED and each.rank not in group.ranks]
     error = group.shown.error

@@ -1,4 +1,4 @@
-"""A table of the mime types that a display can have, with how a panel shows each type.
+"""A table of mime types of displays, with how a panel shows content of each type.
 
 Workers and the notebook's process read this table.  Pure: no I/O here.
 """
@@ -18,10 +18,11 @@ Embedding = Literal["text", "html", "image", "other form", "page"]
 
 
 class Mime(NamedTuple):
-    """A mime type; `suffix` is for files with such content, and `name` is used in messages.
+    """The mime type `kind`; `suffix` is for files with such content, and messages use `name`.
 
-    `is_base64` is True if a display has the content as base64.  `is_readable` is True if people can
-    read the source, such as Markdown, in a terminal.
+    `name` is "" for types that messages do not name.  `is_base64` is True if a display has the
+    content as base64.  `is_readable` is True if people can read the source, such as Markdown, in a
+    terminal.
     """
 
     kind: str

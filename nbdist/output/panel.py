@@ -47,18 +47,18 @@ MARKS: dict[DisplayState, str] = {
 }
 
 TALL_LINES = 30
-"""The most lines of a block that are visible without scrolling.
+"""The most consecutive lines of a block that are visible without scrolling.
 
-A block of a finished cell may have more lines, in a box that scrolls.  A block of a running cell
-has no more lines, except for ranks that wait for input.
+In a finished cell more lines are in a box that scrolls.  A block of a running cell has no more
+lines, except for ranks that wait for input.
 """
 
 
 class Hidden(NamedTuple):
-    """A number of lines that the panel leaves out.
+    """A number of lines that the panel leaves out; a display that is too big counts as one line.
 
     If `in_log_only` is True, only the rank's log file has the lines.  Otherwise the notebook's
-    process has kept them, and a command can show them.
+    process has kept at least some of them, and a command can show these.
     """
 
     lines: int
@@ -73,8 +73,9 @@ class PanelBlock(NamedTuple):
     """A part of a panel with the output of alike ranks, below a title.
 
     `words` are texts for the title beside the ranks, such as `same` or `3 lines`.  `failed` is the
-    error of the ranks in one line, and `traceback` has the parts of the error's traceback that are
-    shown.
+    error of the ranks in one line; it is "" without an error, and if `traceback` says enough.
+    `traceback` has the parts of the error's traceback that are shown.  `log` is the path of a log
+    file, if known.
     """
 
     group: AlikeRanks
@@ -111,7 +112,10 @@ class PanelBlock(NamedTuple):
 
 
 class PanelRow(NamedTuple):
-    """A row of a panel's table: a line of some ranks, such as a short value or their last line."""
+    """A row of a panel's table: a line of some ranks, such as a short value or their last line.
+
+    `sameness` says how alike these ranks are, such as `same`; it is "" if nothing says so.
+    """
 
     ranks: tuple[int, ...]
     line: ScreenLine
@@ -123,7 +127,9 @@ class Panel(NamedTuple):
 
     ranks: str
     seconds: str
-    states: tuple[tuple[DisplayState, str], ...] = ()  # empty: the panel has only its head
+    # Each state that ranks have, with a text such as `✗ 1`.  Empty if all ranks have succeeded and
+    # have no output.
+    states: tuple[tuple[DisplayState, str], ...] = ()
     pace: str = ""  # names the slowest and the fastest rank
     # The state of each rank, or of consecutive ranks in the same state.  Empty if there are few
     # ranks.
@@ -144,7 +150,7 @@ class Panel(NamedTuple):
     folded_blocks: tuple[PanelBlock, ...] = ()  # shown when people click on a common title
     silent: tuple[int, ...] = ()  # ranks without output
     pool: str = ""
-    tabs: str = ""  # if each rank has a tab: a name for the tabs, unique on the page; else ""
+    tabs: str = ""  # if each rank has a tab: a name that all tabs share; else ""
 
     @property
     def more_text(self) -> str:
@@ -267,10 +273,11 @@ def _limit_block(
 
 
 def _limit_display(shown: RichDisplay, max_bytes: int, *, is_live: bool) -> tuple[PanelItem, int]:
-    """Return a display, or an item that replaces the display, and the bytes of that item.
+    """Return a display, or an item that replaces the display, and how many bytes it takes.
 
-    A display that has only text is replaced by lines.  A display with more than `max_bytes` is
-    replaced by `Hidden`, or, in a running cell, by the lines of its text/plain.  Lines have 0 bytes
+    A display that has only text is replaced by lines.  In a running cell, so is a display that no
+    panel can embed.  A display with more than `max_bytes` is replaced by `Hidden`, or, in a running
+    cell, by the lines of its text/plain.  The bytes of figures are not counted.  Lines have 0 bytes
     here, since `_newest_lines` counts them.
     """
     html = embed(shown.display)

@@ -92,7 +92,7 @@ TranscriptEntry: TypeAlias = ScreenLine | RichDisplay | Skipped
 class RankTranscript:
     """The output of one rank in one cell, as a list of pieces in the order of their arrival.
 
-    A piece is a `Screen` with printed text, a display, or a `Skipped` for output that was dropped.
+    A piece is a `Screen` with printed text, a display, or a `Skipped` for text that was dropped.
     """
 
     def __init__(self, rank: int, keep_lines: int, most_shown: int = SHOWN_AT_MOST) -> None:
@@ -170,7 +170,7 @@ class RankTranscript:
 
     @property
     def visible_pieces(self) -> list[OutputPiece]:
-        """The pieces without screens that show no line, such as a screen with only a progress bar.
+        """All pieces except screens without a line, such as a screen with only a progress bar.
 
         Ranks whose output is alike (see `body`) have the same number of visible pieces.
         """
@@ -194,7 +194,10 @@ class RankTranscript:
 
     @property
     def has_had_bars(self) -> bool:
-        """Whether the rank has drawn a progress bar, even if it has erased the bar since."""
+        """Whether the rank has drawn a progress bar that no `clear_output` has removed.
+
+        A bar counts even if the program has erased it.
+        """
         return any(screen.has_had_bars for screen in self.screens)
 
     @property
@@ -402,9 +405,9 @@ class RankTranscript:
 
 
 def _joined(pieces: Sequence[OutputPiece]) -> Iterator[OutputPiece]:
-    """Merge the pieces between two displays: all `Skipped` into one, then all screens into one.
+    """Yield the pieces, with neighbours merged: all `Skipped` into one, then all screens into one.
 
-    Displays are yielded unchanged.
+    Displays are yielded unchanged, and pieces on different sides of a display are not merged.
     """
     for is_shown, run in groupby(pieces, lambda piece: isinstance(piece, RichDisplay)):
         if is_shown:

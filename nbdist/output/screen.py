@@ -26,7 +26,8 @@ from nbdist.output.fingerprint import (
     read_row,
 )
 
-# A longer line is cut in two, so that a program that prints no newline cannot fill the memory.
+# A longer row without a newline is cut in two, so that a program that prints no newline cannot fill
+# the memory.
 MAX_LINE_LENGTH = 16_000_000
 KEEP_CHARACTERS = 48_000_000
 _LONGEST_ESCAPE = 4096
@@ -149,7 +150,7 @@ class Screen:
         self._bars = BarRows()
         self._parsed: tuple[str, Bar | None] = "", None  # cache: the last parsed row, and its bar
         self._drawn_before = 0  # length of the drawing before the last carriage return in this row
-        self._is_redrawing = False  # True if the cursor went back in this row, as to column 0
+        self._is_redrawing = False  # True after a carriage return or a similar code in this row
         # The column up to which this row was written since the last carriage return, or since the
         # cursor came to the row.
         self._drawn_to = 0
@@ -167,7 +168,7 @@ class Screen:
 
     @property
     def end(self) -> int:
-        """The number of the row after the last row with text.
+        """The number of the row after the last row with a line, which may be empty, or with a bar.
 
         Rows that were erased, and the empty row of the cursor, may follow.
         """
@@ -182,7 +183,7 @@ class Screen:
 
     @property
     def is_edited(self) -> bool:
-        """Whether characters of the cursor's row were overwritten, as in a progress bar."""
+        """Whether the cursor's row had characters that were overwritten or erased, as in a bar."""
         return bool(self._flags[self._row] & _EDITED_FLAG)
 
     def __len__(self) -> int:
@@ -231,10 +232,10 @@ class Screen:
     # --- progress bars ------------------------------------------------------------------
 
     def bars(self) -> list[tuple[int, Bar]]:
-        """Return the progress bars and their rows, the topmost first.
+        """Return a pair (row, bar) for each progress bar that was not erased, the topmost first.
 
-        If a program has printed text and has drawn the same bar again below the text, only the last
-        row of the bar is returned.
+        If a program has printed text and has drawn the same bar again below the text, the bar has
+        only one pair, with its last row.
         """
         bar = self._bar_at_cursor()
         return self._bars.list_bars((self.cursor, bar) if bar else None, self._is_ended)
@@ -247,13 +248,13 @@ class Screen:
     def has_ended(self, row: int, bar: Bar) -> bool:
         """Return True if a program has ended the row of this bar with a newline.
 
-        Return False if text has replaced the bar in its row, since the program may draw the bar
-        again below that text.
+        Also return True if the row is not kept.  Return False if text has replaced the bar in its
+        row, since the program may draw the bar again below that text.
         """
         return self._bars.by_row.get(row) == bar and self._is_ended(row)
 
     def _is_ended(self, row: int) -> bool:
-        """Return True if a program has ended a row with a newline, or the row is not kept."""
+        """Return True if a program has ended a row with a newline, or if the row is not kept."""
         return row < self._first or bool(self._flags[row - self._first] & _ENDED_FLAG)
 
     def _rows_of_bars(self) -> Collection[int]:
@@ -615,7 +616,10 @@ class Screen:
 
 
 def _width(plain: str) -> int:
-    """Return the length of a drawn bar without the spaces by which tqdm erases a longer bar."""
+    """Return the length of a drawn bar without the spaces by which tqdm erases a longer bar.
+
+    A bar that tqdm has cut has no such spaces, so its spaces count.
+    """
     ends_with_space = plain[-1:] == " "
     return len(plain.rstrip(" ")) if ends_with_space and not is_cut(plain) else len(plain)
 

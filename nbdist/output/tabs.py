@@ -1,7 +1,7 @@
-"""Lays out panels in which each rank has a block of its own, with all its output in order.
+"""Lays out panels in which each rank with output has a block of its own.
 
-In a finished cell each rank has a tab.  In a running cell the blocks of a few ranks are below each
-other, since each new drawing of the panel would close an opened tab.
+In a finished cell the blocks are tabs.  In a running cell they are below each other, since each new
+drawing of the panel would close an opened tab.  With many ranks, a running cell has no such blocks.
 
 In the notebook's process `PanelDisplay` calls these functions.  Pure: no I/O here.
 """
@@ -55,8 +55,9 @@ def final_tabs(shown: Panel, transcript: Transcript, logs: Mapping[int, str], na
     """Return the panel of a finished cell with a tab for each rank that has output.
 
     The tabs are in rank order; if there are more than `MAX_TABS`, failed ranks are kept first.  The
-    tab of the rank that failed first is open, or the first tab if no rank has failed.  `name` must
-    be unique among the panels of a page.
+    tab of the rank that failed first is open, or the first tab if no rank has failed.  A single
+    rank has a block instead of a tab.  `logs` has the path of a log file by rank.  `name` is the
+    beginning of a name that all tabs of the panel share, and that no other panel should have.
     """
     if not shown.states:  # the panel has only its head line
         return shown

@@ -1,7 +1,7 @@
 """Writes panels as text/plain, and the output of all ranks as one stream of lines (`PlainLines`).
 
 The notebook's process shows and saves this text beside the HTML of a panel.  In terminals, scripts
-and logs it uses `PlainLines` instead.  Pure: no I/O here.
+and logs that process uses `PlainLines` instead.  Pure: no I/O here.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def curves_lines(curves: Curves, *, is_live: bool = False) -> list[str]:
 
 
 def failures_text(shown: Panel, *, colours: bool) -> Iterator[str]:
-    """Yield the errors of a cell, each below a header that names all ranks with this error."""
+    """Yield lines with the errors of a cell, each below a header that names the error's ranks."""
     by_error: dict[tuple[str, ...], list[PanelBlock]] = {}
     for block in (*shown.blocks, *shown.folded_blocks):
         if block.group.has_failed:
@@ -85,7 +85,7 @@ def whole_text(
 ) -> str:
     """Return all output of some ranks that the notebook has kept, each rank below a header.
 
-    Lines that are not kept are replaced by their number and the name of the file in `logs`.  The
+    Lines that are not kept are replaced by their number and the rank's path in `logs`, if any.  The
     progress bars of a rank come after its lines and displays, and its error comes last.
     """
     parts: list[str] = []
@@ -171,7 +171,7 @@ def _block_header(block: PanelBlock) -> str:
 def _header(ranks: Iterable[int], sameness: str = "", mark: str = "") -> str:
     """Return a header, such as `── ranks 0-4,6-7 (same) ──` or `── rank 5 ✗ ──`.
 
-    `sameness` is the text in parentheses, and `mark` the `✗` of a failed rank.
+    `sameness` is the text in parentheses, and `mark` a mark such as the `✗` of a failed rank.
     """
     words = [name_ranks(ranks), f"({sameness})" if sameness else "", mark]
     return f"── {' '.join(filter(None, words))} ──"
@@ -180,8 +180,8 @@ def _header(ranks: Iterable[int], sameness: str = "", mark: str = "") -> str:
 # --- outputs of all ranks as one stream of lines, for terminals, scripts and logs -------------
 
 MERGE_SECONDS = 0.1
-# Equal lines of ranks are merged only if each rank has fewer than this many texts queued before its
-# line: a longer search would be slow.
+# A rank's line is merged with an equal line only if the rank has fewer than this many texts queued
+# before its line: a longer search would be slow.
 _LOOK_AHEAD = 50
 # A screen drops old lines, so text is written to it in pieces of this length, and the lines of each
 # piece are queued before the next piece is written.

@@ -41,8 +41,8 @@ from nbdist.words import name_ranks
 SHOWN_OF_ALL, SHOWN_AT_LEAST = 256 << 20, 4 << 20
 """Limits on the characters of displays that are kept, for all ranks together and for each rank.
 
-The ranks share `SHOWN_OF_ALL` equally, but each rank may always keep `SHOWN_AT_LEAST`.  So very
-many ranks may together keep more than `SHOWN_OF_ALL`.
+The ranks share `SHOWN_OF_ALL` equally, but a rank keeps no more than `SHOWN_AT_MOST`, and may
+always keep `SHOWN_AT_LEAST`.  So very many ranks may together keep more than `SHOWN_OF_ALL`.
 """
 
 MAX_WARNINGS = 4
@@ -50,7 +50,8 @@ MAX_WARNINGS = 4
 MAX_EXACT_ROWS = 16
 """If a cell shows at most this many lines and displays, ranks with different numbers stay apart.
 
-Equal lines and displays of several ranks count once: see `Transcript.groups`.
+That is not so for a cell with progress bars.  Equal lines and displays of several ranks count once:
+see `Transcript.groups`.
 """
 
 MAX_NUMBERED_LINES, MAX_NUMBERED_LINES_OF_ALL = 200, 6_000
@@ -124,7 +125,7 @@ class Transcript:
 
     @property
     def has_had_bars(self) -> bool:
-        """Whether a rank has drawn a progress bar, even if it has erased the bar since."""
+        """Whether `RankTranscript.has_had_bars` is True for any rank."""
         return any(each.has_had_bars for each in self)
 
     def elapsed(self, now: float | None = None) -> float:
@@ -142,13 +143,13 @@ class Transcript:
     def groups(self, *, failed_first: bool = False, is_live: bool = False) -> list[AlikeRanks]:
         """Return the groups of ranks whose output and error are alike.
 
-        If all groups together have at most `MAX_EXACT_ROWS` rows, the outputs in a group differ
-        only in times of day.  Otherwise the outputs in a group may also differ in numbers, and the
-        panel shows a set such as `{0.68, 0.67}` instead of the number.
+        If all groups together have at most `MAX_EXACT_ROWS` lines and displays, the outputs in a
+        group differ only in times of day.  Otherwise the outputs in a group may also differ in
+        numbers, and the panel shows a set such as `{0.68, 0.67}` instead of the number.
 
         A cell with progress bars is a loop that prints more and more lines.  Its ranks are merged
         in spite of different numbers from the first line on, since otherwise the whole panel would
-        change as soon as there are more than `MAX_EXACT_ROWS` rows.
+        change as soon as there are more than `MAX_EXACT_ROWS` lines.
 
         With `is_live`, ranks that are a few lines ahead of others may stay in a group.  With
         `failed_first`, the groups of failed ranks come first.
@@ -286,9 +287,9 @@ latest time.
 class AlikeRanks(NamedTuple):
     """Ranks whose output and error are alike; `shown` is the member whose state is shown.
 
-    `error` is the error that ended the cell on the ranks, with sets for differing numbers.  `part`
-    is "first" for the first error of the cell, "same" for errors like the first error, "other" for
-    other errors, and "none" if the ranks have not failed.
+    `error` is the error that ended the cell on the ranks, with sets for differing numbers, or None.
+    `part` is "first" for the first error of the cell, "same" for errors like the first error,
+    "other" for other errors, and "none" if the ranks have not failed.
     """
 
     members: tuple[RankTranscript, ...]
@@ -339,7 +340,10 @@ class AlikeRanks(NamedTuple):
 
     @property
     def last(self) -> TranscriptEntry | None:
-        """The last line or display that all members have shown; None if they have shown nothing."""
+        """The last line or display that all members have shown; None if they have shown nothing.
+
+        If the last output of the members is a `Skipped`, the `Skipped` of the first is returned.
+        """
         common = self.line_count
         tails = (each.tail(1 + each.line_count - common) for each in self.members)
         entries = [tail[0] for tail in tails if tail]
@@ -656,7 +660,8 @@ def fold_errors(errors: Sequence[RankError]) -> RankError | None:
 def later_errors_text(errors: Mapping[int, RankError], first: int) -> list[str]:
     """Return lines on how other ranks failed: `ranks 1-3: the same`, `rank 4: OSError: 5`.
 
-    `first` is the rank whose error is shown above these lines.
+    `errors` has the errors of all failed ranks, by rank.  `first` is the rank whose error is shown
+    above these lines.
     """
     keys_by_rank = {
         rank: _alike_keys(each, error_keys(rank, each)) for rank, each in errors.items()
@@ -673,7 +678,7 @@ def later_errors_text(errors: Mapping[int, RankError], first: int) -> list[str]:
 
 
 def error_content(error: RankError | None) -> object:
-    """Return the parts of an error that are shown, to compare the errors of two ranks."""
+    """Return the parts of an error that are compared to find equal errors; None for no error."""
     if isinstance(error, Failure):
         return error.name, error.message, "\n".join(error.traceback)
     return error and (error.exit_code, error.why)
@@ -812,11 +817,12 @@ def spread(transcript: Transcript) -> str:
 
 
 def _spreads(words: TextsByLine, numbers: dict[int, NumbersByLine]) -> Iterator[tuple[str, str]]:
-    """Yield the name of each printed number, and the range of the number over the ranks.
+    """Yield pairs for the printed numbers with a name: the name, and the range over the ranks.
 
-    In `loss 2.3` the name is `loss`.  The range is a text such as `2.23 (rank 7) to 2.3 (rank 0)`.
-    It is "" if all ranks have the same number, or if each rank has printed its own rank.  A name
-    has two words, such as `train loss`, if several numbers have the name `loss`.
+    `words` has the texts between the numbers, and `numbers` the numbers by rank.  In `loss 2.3` the
+    name is `loss`.  The range is a text such as `2.23 (rank 7) to 2.3 (rank 0)`.  It is "" if all
+    ranks have the same number, or if each rank has printed its own rank.  A name has two words,
+    such as `train loss`, if several numbers have the name `loss`.
     """
     labels = {
         (line, place): label

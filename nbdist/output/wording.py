@@ -74,7 +74,7 @@ def error_text(error: RankError) -> str:
 
 
 def traceback_text(failure: Failure) -> str:
-    """Return the coloured traceback, and below it the lines on what used the memory, if any.
+    """Return the traceback, with its colours if it has any, and below it the lines of `account`.
 
     If there is no traceback, return the error in one line instead.
     """
@@ -85,7 +85,8 @@ def traceback_text(failure: Failure) -> str:
 def body_text(error: RankError, shown: Iterable[str] = ()) -> str:
     """Return the traceback of an exception, or the last lines of a process that has died.
 
-    If the last lines are not known, use the lines `shown` instead.
+    If the last lines are not known, use the lines `shown` instead.  The line `its last lines:` is
+    above them.  Without any lines, return `it had printed nothing`.
     """
     if isinstance(error, Failure):
         return traceback_text(error)
@@ -187,7 +188,10 @@ def split_traceback(text: str) -> list[TracebackPart]:
 
 
 def _frames(rows: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the rows before the first call, then the rows of each call."""
+    """Yield the rows before the first call, if any, then the rows of each call.
+
+    Rows from `During handling of the above` on, before the next call, are yielded by themselves.
+    """
     frame: list[str] = []
     for row in rows:
         plain = strip(row)
