@@ -66,7 +66,7 @@ class Axis(NamedTuple):
         return marks if is_readable else []
 
     def _multiples(self) -> list[tuple[float, str]]:
-        """Return ticks at multiples of 1, 2 or 5 times a power of ten; [] for too short an axis."""
+        """Return ticks at multiples of 1, 2 or 5 times a power of ten; [] if the ends are close."""
         span, largest = self.high - self.low, max(abs(self.low), abs(self.high))
         if not span > largest * 10.0**-_MOST_DIGITS or largest < 1e-300:
             return []

@@ -87,7 +87,7 @@ class BarRows:
         self.drop_removed(bar)
 
     def pop_row(self, row: int) -> int:
-        """Forget the bar of a row that a program begins to write; return its length if it was cut.
+        """Forget the bar of a row that a program begins to write; return the length of a cut bar.
 
         The caller needs the length of a bar that tqdm has cut right after a space, because the
         stored text of the row has lost this space.  For all other rows, return 0.
@@ -154,9 +154,9 @@ class BarRows:
         (None, 0, 0) for most rows with only a bar, since parsing is slow and callers need the bar
         only in a few cases.
 
-        `plain` is the text drawn last, and `before` is the length of the text that was drawn in the
-        row before.  `has_older` is True if characters of an older, longer drawing follow `plain` in
-        the row.
+        `plain` is the text drawn last, and `before` is the length of the text that was drawn
+        earlier in the same row.  `has_older` is True if characters of an older, longer drawing
+        follow `plain` in the row.
         """
         end, is_first = end_of_bar(plain), row not in self._first_drawn
         is_cut_longer = not end and len(plain) > before and is_cut(plain)

@@ -79,7 +79,7 @@ class RankBars(NamedTuple):
 
 
 class LeftBar(NamedTuple):
-    """A bar that some ranks no longer draw, and that all of them left at the same position.
+    """A bar that `ranks` no longer draw, and that all these ranks left at the same position.
 
     `rate` and `other_text` summarize the bars of all `ranks`, as in `5.6 to 5.9it/s`.
     """
@@ -93,10 +93,11 @@ class LeftBar(NamedTuple):
 class BarTable(NamedTuple):
     """A table of bars: `rows` has current bars, and `left_bars` has bars that ranks have left.
 
-    `ranks` has all ranks with a bar.  If there are many, only the slowest have rows, and `summary`
-    says how far all ranks are.  If a rank is clearly behind, `slowest` is this rank, and `behind`
-    is a text such as `rank 2 is 20 % behind`; otherwise `slowest` is None and `behind` is "".
-    `more` is the number of bars that were left out before the first of `left_bars`.
+    `ranks` has all ranks with a bar.  If many ranks have a current bar, only the slowest of them
+    have rows, and `summary` says how far all of them are.  If a rank is clearly behind, `slowest`
+    is this rank, and `behind` is a text such as `rank 2 is 20 % behind`; otherwise `slowest` is
+    None and `behind` is "".  `more` is the number of bars that were left out before the first of
+    `left_bars`.
     """
 
     ranks: tuple[int, ...]
@@ -273,7 +274,7 @@ def bar_table(transcript: Transcript) -> BarTable | None:
 
 
 def _present_table(rank_bars: Sequence[RankBars]) -> BarTable:
-    """Return the table of current bars; of more than `MAX_BAR_ROWS` bars, only of the slowest."""
+    """Return the table of current bars; of more than `MAX_BAR_ROWS`, only the slowest have rows."""
     ranks, rows, summary = tuple(bars.rank for bars in rank_bars), [*rank_bars], ""
     if len(rank_bars) > MAX_BAR_ROWS:
         rows = sorted(rank_bars, key=lambda bars: (_progress_key(bars), bars.rank))[:SLOWEST_ROWS]

@@ -20,9 +20,8 @@ Embedding = Literal["text", "html", "image", "other form", "page"]
 class Mime(NamedTuple):
     """The mime type `kind`; `suffix` is for files with such content, and messages use `name`.
 
-    `name` is "" for types that messages do not name.  `is_base64` is True if a display has the
-    content as base64.  `is_readable` is True if people can read the source, such as Markdown, in a
-    terminal.
+    If `name` is "", messages use `kind`.  `is_base64` is True if a display has the content as
+    base64.  `is_readable` is True if people can read the source, such as Markdown, in a terminal.
     """
 
     kind: str

@@ -60,7 +60,7 @@ def curves_lines(curves: Curves, *, is_live: bool = False) -> list[str]:
 
 
 def failures_text(shown: Panel, *, colours: bool) -> Iterator[str]:
-    """Yield lines with the errors of a cell, each below a header that names the error's ranks."""
+    """Yield the lines of a cell's errors, each error below a header that names its ranks."""
     by_error: dict[tuple[str, ...], list[PanelBlock]] = {}
     for block in (*shown.blocks, *shown.folded_blocks):
         if block.group.has_failed:

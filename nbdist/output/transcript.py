@@ -143,13 +143,14 @@ class Transcript:
     def groups(self, *, failed_first: bool = False, is_live: bool = False) -> list[AlikeRanks]:
         """Return the groups of ranks whose output and error are alike.
 
-        If all groups together have at most `MAX_EXACT_ROWS` lines and displays, the outputs in a
-        group differ only in times of day.  Otherwise the outputs in a group may also differ in
-        numbers, and the panel shows a set such as `{0.68, 0.67}` instead of the number.
+        In a cell without progress bars, if all groups together have at most `MAX_EXACT_ROWS` lines
+        and displays, the outputs in a group differ only in times of day.  Otherwise the outputs in
+        a group may also differ in numbers, and the panel shows a set such as `{0.68, 0.67}` instead
+        of the number.
 
-        A cell with progress bars is a loop that prints more and more lines.  Its ranks are merged
-        in spite of different numbers from the first line on, since otherwise the whole panel would
-        change as soon as there are more than `MAX_EXACT_ROWS` lines.
+        A cell with progress bars is taken for a loop that prints more and more lines.  Its ranks
+        are merged in spite of different numbers from the first line on, since otherwise the whole
+        panel would change as soon as there are more than `MAX_EXACT_ROWS` lines.
 
         With `is_live`, ranks that are a few lines ahead of others may stay in a group.  With
         `failed_first`, the groups of failed ranks come first.
@@ -769,8 +770,8 @@ NumbersByLine: TypeAlias = tuple[tuple[str, ...], ...]
 def unlike_most(groups: Sequence[AlikeRanks]) -> frozenset[int]:
     """Return the first rank of each group whose short output has other words than most outputs.
 
-    Return no ranks if no output is shared by more than half of the ranks, or if too many groups
-    differ from the shared output.
+    Return no ranks if at most half of all ranks have the same words, or if too many groups have
+    other words.
     """
     words = {group.ranks[0]: _short(group.shown) for group in groups if group.shown.state == "ok"}
     counted = Counter[TextsByLine]()
