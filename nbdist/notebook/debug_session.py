@@ -75,7 +75,7 @@ class RankSession:
     def _record_refusal(self, path: str, response: Message) -> None:
         if text := refusal(response):
             self._refused.setdefault(path, text)
-        elif self._refused.get(path):  # the breakpoint was removed, or the file exists by now
+        elif path in self._refused:  # the breakpoint was removed, or the file exists by now
             del self._refused[path]
 
     def pop_refused(self) -> list[str]:

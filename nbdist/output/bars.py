@@ -211,8 +211,8 @@ def find_left_bars(
             key = bar.name, bar.total
             times[key] += 1
             if (*key, times[key]) not in present:
-                amount = (bar.done, bar.is_finished)
-                by_place.setdefault((*key, times[key], *amount), {})[rank] = bar
+                position = bar.done or bar.fraction  # a bar can have a percentage only
+                by_place.setdefault((*key, times[key], position, bar.is_finished), {})[rank] = bar
     return [_merge_left_bars(same) for same in by_place.values()]
 
 

@@ -28,6 +28,8 @@ keep `MIN_POINTS`.
 
 MAX_CURVE_NAMES, MAX_RUNS = 64, 8
 
+MAX_TASKS_SIDE_BY_SIDE = 64  # tasks whose first steps are kept for each name
+
 
 class Series:
     """The points of one rank's curve in one run, in rising order of their steps.
@@ -223,9 +225,9 @@ class Curves:
         self.by_name: dict[str, Curve] = {}
         self.more: dict[str, None] = {}
         self.version = 0
-        # By name: the id of the last task that tracked the name without a step, and the step on the
-        # curve with which this task began.
-        self._first_steps: dict[str, tuple[str, int]] = {}
+        # By name: the ids of the last tasks that tracked the name without a step, and the step on
+        # the curve with which each of these tasks began.
+        self._first_steps: dict[str, dict[str, int]] = {}
         self._step_counts: dict[str, int] = {}  # by name: the number of steps counted in all tasks
         self.drawn = 0.0, -1, "", ""  # cache: time of the next drawing, version, HTML, text
 
@@ -244,11 +246,14 @@ class Curves:
         """
         curves = dict(tracked.curves)
         for name, counted in tracked.counted.items():
+            firsts = self._first_steps.setdefault(name, {})
+            if task_id not in firsts and (task_id or not firsts):
+                firsts[task_id] = self._step_counts.get(name, 0)
+                if len(firsts) > MAX_TASKS_SIDE_BY_SIDE:
+                    del firsts[next(iter(firsts))]
             # A thread that tracks numbers after its task has the task id "".  The thread's steps
             # continue the steps of the name's last task.
-            if name not in self._first_steps or task_id not in ("", self._first_steps[name][0]):
-                self._first_steps[name] = task_id, self._step_counts.get(name, 0)
-            first = self._first_steps[name][1]
+            first = firsts[task_id] if task_id in firsts else [*firsts.values()][-1]
             self._step_counts[name] = max(self._step_counts.get(name, 0), first + counted)
             moved = array("d", curves.get(name, ()))
             for at in range(0, len(moved), OF_POINT):

@@ -123,7 +123,9 @@ def live_layout(
     if is_many:
         rows = tuple(PanelRow(tuple(ranks), line) for line, ranks in _by_last_line(others).items())
     rows = (*(PanelRow(ranks, line) for group in in_blocks for ranks, line in group.ahead), *rows)
-    left_out = [group.ranks for group in in_blocks[MAX_BAR_ROWS:]]
+    asking = [group for group in in_blocks if waits_for_input(group)][-MAX_BAR_ROWS:]
+    shown_blocks = [*in_blocks[: min(MAX_BAR_ROWS, len(in_blocks)) - len(asking)], *asking]
+    left_out = [group.ranks for group in in_blocks if group not in shown_blocks]
     left_out += [row.ranks for row in rows[MAX_BAR_ROWS:]]
     foot = in_pool(_LIVE.format(clock), pool)
     shown = _base_panel(transcript, now, pool)._replace(
@@ -133,7 +135,7 @@ def live_layout(
         now=" · ".join(filter(None, [usage, bars.behind if bars else ""])),
         foot=foot if clock and transcript.elapsed(now) >= _CLOCK_FROM else "",
         bars=bars,
-        blocks=_live_blocks(transcript, in_blocks[:MAX_BAR_ROWS], is_many=is_many),
+        blocks=_live_blocks(transcript, shown_blocks, is_many=is_many),
         rows=rows[:MAX_BAR_ROWS],
         more=tuple(rank for ranks in left_out for rank in ranks),
     )

@@ -240,6 +240,9 @@ def wrap_in_event_loop(text: str, title: str) -> str:
 # --- statements that bind variables of the notebook -----------------------------------------
 
 
+_BINDING = ast.Assign | ast.AnnAssign | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+"""The kinds of statements that can bind a variable of an exported script."""
+
 POSTPONED = "from __future__ import annotations"
 """With this import annotations are not evaluated, so a class may name itself in an annotation."""
 
@@ -288,7 +291,7 @@ class Statements:
         texts: list[str] = []
         for cell in [*_cells_of(value), *reversed(self._cells)]:
             for node in reversed(ast.parse(cell).body):
-                if isinstance(node, ast.Assign | ast.AnnAssign | ast.FunctionDef | ast.ClassDef):
+                if isinstance(node, _BINDING):
                     text = _source_of(cell, node)
                     if name in text and name in names_bound(text):
                         texts.insert(0, text)

@@ -38,11 +38,6 @@ class RankDebugger:
     def __repr__(self) -> str:
         return f"<RankDebugger {'on' if self._session else 'off'}>"
 
-    @property
-    def is_on(self) -> bool:
-        """Whether a session of the debugger runs, for which the code of this process is traced."""
-        return self._session is not None
-
     def open(self, path: str, loop: asyncio.AbstractEventLoop) -> None:
         """Listen at the socket `path` for one connection, which a new session then serves.
 

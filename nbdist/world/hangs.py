@@ -156,6 +156,8 @@ def _places_text(places: Mapping[int, RankPosition]) -> str:
     """Write `ranks 1-2 are in barrier (line 2), rank 0 in all_reduce (line 3)`."""
     texts = {rank: _spot(place) for rank, place in places.items() if place.operation}
     parts = sorted(fold_ranks(texts).items(), key=lambda part: places[part[1][0]].line)
+    if not parts:
+        return "their collectives are not known"
     verb = "is" if len(parts[0][1]) == 1 else "are"
     first, *others = (f"{name_ranks(ranks)} {{}}in {spot}" for spot, ranks in parts)
     return ", ".join([first.format(f"{verb} "), *(each.format("") for each in others)])

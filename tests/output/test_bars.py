@@ -162,6 +162,13 @@ def test_left_bars_of_the_same_name_have_rows() -> None:
     assert [row.bar.amount for row in table.rows] == ["30/100"] * 2 + ["100/100"] * 2
 
 
+def test_left_bars_without_a_count_differ_by_their_percentage() -> None:
+    """Bars that show only a percentage share a row only if they were left at the same one."""
+    said = [[err(f"\rCopy ━━━━╺━━━━━━  {percent}% 0:00:05")] for percent in (30, 50, 50)]
+    rows = final_table(make(3, lambda rank: said[rank])).left_bars
+    assert [(row.ranks, row.bar.fraction) for row in rows] == [((0,), 0.3), ((1, 2), 0.5)]
+
+
 def test_a_row_has_the_postfixes_of_all_ranks() -> None:
     """A row for all ranks has the text that each rank wrote behind its bar."""
     said = ["loss=0.5", "loss=0.6", "restarting"]

@@ -134,6 +134,18 @@ def test_counted_steps_continue_after_earlier_tasks() -> None:
     assert [*run[1].columns[0]] == [0, 1, 2, 5, 6]
 
 
+def test_counted_steps_of_tasks_side_by_side_keep_their_first_step() -> None:
+    """Two tasks that track the same name in turns go on where each of them began."""
+    curves = Curves()
+    firsts = [
+        curves.with_continued_steps(
+            task, Tracked(tracked(range(count), float).curves, {"loss": count})
+        ).curves["loss"][0]
+        for task, count in (("a", 3), ("b", 2), ("a", 5), ("b", 4))
+    ]
+    assert firsts == [0, 3, 0, 3]
+
+
 @pytest.mark.parametrize("ranks", [3, 4, 16])
 def test_a_rank_that_leaves_the_band_is_named(ranks: int) -> None:
     """A remark names the rank that leaves the band, and the step; the band is without the rank."""

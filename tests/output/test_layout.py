@@ -66,6 +66,11 @@ def test_live_blocks_begin_with_failed_ranks() -> None:
     assert [kinds(block.items) for block in panel.blocks] == [[30], [40]]
     all_ask = running(3, lambda rank: [out(f"{rank}\n"), InputRequest(1, "> ")])
     assert ranks_of(live_layout(all_ask, 1.0, turn=0).blocks) == [(1,), (2,), (0,)]
+    # Blocks of ranks that wait for input are never left out for others.
+    said = [[out(f"{rank}\n"), failure(f"x{rank}")] for rank in range(19)] + [asked]
+    panel = live_layout(running(20, lambda rank: said[rank]), 1.0)
+    assert (len(panel.blocks), ranks_of(panel.blocks)[-1]) == (16, (19,))
+    assert panel.more == (15, 16, 17, 18)
     many = running(20, lambda rank: asked if rank == 5 else [out(f"{rank}\n")])
     assert ranks_of(live_layout(many, 1.0).blocks) == [(5,)]
 

@@ -79,6 +79,8 @@ class Point:
 def scaled(x):
     return x * lr * total(sizes)
 total = lambda xs: sum(xs)
+async def thrice(x):
+    return 3 * x
 points = [Point(1.0), Point(2.0)]
 net = torch.nn.Linear(2, 2)
 weights = [net.weight]
@@ -91,7 +93,7 @@ class Layers(nn.Module):
 CELLS = (
     "%%distributed -n 2\n%%time\nstep = scaled(2) + points[1].x\nprint('step', step)",
     "%%rank 1\nonly = f'''one\n  two {rank}'''\nprint(only)",
-    "%%distributed\nasync def twice(x):\n    return 2 * x\nfour = await twice(2)\nfour + rank",
+    "%%distributed\nasync def twice(x):\n    return 2 * x\nfour = await twice(2)\nfour + rank + await thrice(0)",
     "%%distributed\nnet(torch.ones(2)).sum().backward()\nfloat(weights[0].grad.sum())",
     # The first use of `nn` needs no submodule, the second needs `nn.parallel`.
     "%%distributed\nlayers = Layers()",
