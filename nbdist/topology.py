@@ -420,7 +420,7 @@ def select_ranks(ranks: RankSelection | None, rank: int | None, world_size: int)
     numbers = range(world_size) if ranks is None else ranks
     chosen: dict[int, None] = {}
     for number in numbers if rank is None else (rank,):
-        # Each task passes all of its ranks here, so plain integers skip `_is_number`, to save time.
+        # Most tasks pass all of their ranks here.  Plain integers skip `_is_number`, to save time.
         if type(number) is not int and not _is_number(number):
             raise refusal(f"{number!r} is not the number of a rank")
         index = operator.index(number)

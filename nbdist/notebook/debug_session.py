@@ -30,7 +30,10 @@ NUMBER_NAMES = ("threadId", "frameId", "variablesReference", "sourceReference", 
 
 
 class SessionEnded(Exception):
-    """Raised for a request to a rank whose debugger has ended; the text says why if it is known."""
+    """Raised for a request to a rank whose debugger has ended, or if no rank answers a step.
+
+    The text says why the debugger has ended, if that is known.
+    """
 
 
 class RankSession:

@@ -98,12 +98,12 @@ class CellDebugger:
         """Change the debugger of the notebook's own process; return a function that restores it.
 
         From now on that debugger does not stop at nbdist's errors about ranks and, with ipykernel
-        6.19 or newer, does not stop in nbdist's files.  The returned function also ends the
+        7.2 or newer, does not stop in nbdist's files.  The returned function also ends the
         debuggers of all ranks.  Called on the main thread when nbdist is loaded.
         """
         debugger, rule = self._kernel.debugger, f"{PACKAGE}/**"
         before, debugger.event_callback = debugger.event_callback, self._forward
-        # ipykernel before 6.19 has no such rules.
+        # ipykernel before 7.2 has no such rules; then this rule has no effect.
         rules: list[str] = getattr(debugger, "kernel_modules", [])
         rules.append(rule)
 

@@ -191,7 +191,9 @@ def raise_stops() -> AbstractContextManager[object]:
 def redirect_stops(on_stop: Callable[[], bool]) -> Iterator[None]:
     """Call `on_stop` at each Stop in this context; if it returns False, raise KeyboardInterrupt.
 
-    Has an effect only within a `Stops` that has an `on_stop`, such as that of `command_stops`.
+    Replaces the `on_stop` of the `Stops` that handles SIGINT now, for example of the `Stops` that
+    `command_stops` has opened around a magic.  Does nothing if no `Stops` handles SIGINT, or if the
+    `Stops` only counts.
     """
     stops = _active_stops()
     if stops is None or stops.on_stop is None:

@@ -360,7 +360,10 @@ class Job:
         return f"{self.title} has failed: {one_line(str(self._error))}"
 
     def pop_drawn_between(self) -> bool:
-        """Return True if output was drawn below the cell that sent the job since the last call."""
+        """Return True if since the last call output may have been drawn below the job's own cell.
+
+        This is so if a step ran with `in_its_cell`, even if the step had nothing new to draw.
+        """
         was_drawn, self._was_drawn_between = self._was_drawn_between, False
         return was_drawn
 

@@ -79,9 +79,10 @@ class RankBars(NamedTuple):
 
 
 class LeftBar(NamedTuple):
-    """A bar that `ranks` no longer draw, and that all these ranks left at the same position.
+    """A row for a bar that `ranks` no longer draw, and that all of them left at the same position.
 
-    `rate` and `other_text` summarize the bars of all `ranks`, as in `5.6 to 5.9it/s`.
+    In the table of a single rank (`bars_of_rank`) each bar has such a row, also a bar that the rank
+    still draws.  `rate` and `other_text` summarize the bars of all `ranks`, as in `5.6 to 5.9it/s`.
     """
 
     ranks: tuple[int, ...]

@@ -53,7 +53,7 @@ class TimelineRow:
     waits: tuple[RankWait, ...]  # the parts of `spans` in which the rank waited for another rank
     recorded_from: float  # before this moment spans may be missing
     came_last: int = 0  # how many collectives the rank began late, after all other ranks
-    awaited: float = 0.0  # how long another rank waited for this rank, on average
+    awaited: float = 0.0  # seconds for which another rank waited for this rank: the mean of others
 
     @property
     def computing(self) -> float:

@@ -44,7 +44,7 @@ A sketch has only digests of texts of LONG_TEXT bytes or more.  So that Stop can
 of READ_FROM bytes or more is read in pieces, and a digest reads at most READ_AT_ONCE at a time."""
 
 Buffer = bytes | bytearray | memoryview | plain_pickle.PickleBuffer
-"""A frame, or memory that is pickled out of band."""
+"""A frame of a pickled value: the pickle itself, or big memory that is sent beside the pickle."""
 
 Reduce = Callable[[Any], Reduced]
 

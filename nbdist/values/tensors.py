@@ -44,18 +44,19 @@ class _Piece:
 class TensorReducer:
     """Reduces the tensors and storages in one pickle: `reduce` returns what `__reduce__` would.
 
-    The tensors' own memory becomes out-of-band buffers.  Contents on a GPU, and elements that lie
-    far apart, are copied.
+    The tensors' own memory becomes out-of-band buffers.  Copied are only contents on a GPU,
+    elements that lie far apart, and tensors whose conjugation or negation torch has put off.
 
-    If a tensor shows at least half of its storage, the whole storage is sent; if less, only the
-    part of the storage in which the tensor is, or a copy of elements that lie far apart.  With
-    `exact`, never more is sent than the tensor shows, except that a storage whose address is in
-    `whole` is always sent as a whole.  If parts of a storage that are sent overlap, they would no
-    longer share memory in the receiver.  Then the caller must pickle again, with the `overlapping`
-    storages as `whole`.
+    For a tensor that uses at least half of its storage, the whole storage is sent.  For any other
+    tensor, only the bytes from its first to its last element are sent, or a copy of its elements if
+    these lie far apart.  With `exact`, no bytes are sent that the tensor does not use.
 
-    `nbdist.values.pickling.pickle` explains the options.  `sketched` becomes True if a sketch has
-    left out contents.
+    Two tensors whose bytes overlap would no longer share memory in the receiver.  So the caller
+    must pickle again if `overlapping` is not empty, with these addresses of storages as `whole`: of
+    a storage in `whole`, all bytes are sent in any case.
+
+    With `sketch`, contents on a GPU are left out, and `sketched` says whether there were any.
+    `nbdist.values.pickling.pickle` explains `sketch`, `back_to_device` and `exact`.
     """
 
     sketch: bool

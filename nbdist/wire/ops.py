@@ -119,10 +119,12 @@ class RankTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TracePart:
-    """A rank's part of a profile by torch's profiler; only `problem` is set if it is too large.
+    """A rank's part of a profile by torch's profiler.
 
     `events` has the first `count` events as JSON, separated by commas and compressed.  `size` is
-    the number of bytes before compression, and `dropped` the number of events that were left out.
+    the number of bytes before compression, and `dropped` the number of later events, which are left
+    out.  If the profiler's own file is too large, there are no events, and only `problem` is set: a
+    text that says so.
     """
 
     events: bytes = b""

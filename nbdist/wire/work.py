@@ -66,9 +66,12 @@ class Script:
 
 
 class OpCall(NamedTuple):
-    """A call of an op on the ranks, by the names of the op's file and function: `snapshot.write`.
+    """A call of an op on the ranks; `op` has the names of a module and of a function in it.
 
-    The arguments are plain data, and values of the user are in a `Payload`.
+    `snapshot.write` is `write` in `nbdist.worker.ops.snapshot`.  Plugins and `nbdist.tools` give
+    names to their own modules by entry points, so `timeline` is `nbdist.tools.timeline_op`.  A name
+    without a dot names both the module and the function.  The arguments are plain data, and values
+    of the user are in a `Payload`.
     """
 
     op: str

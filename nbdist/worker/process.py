@@ -31,9 +31,10 @@ from nbdist.system.processes import poll_until, signal_on_parent_exit
 from nbdist.wire.work import Mark, mark
 
 PLENTY = 65536
-"""The worker's limit of descriptors, which is enough for any data loader.
+"""The highest limit of open descriptors that `limit_descriptors` leaves to a worker.
 
-With a higher limit, programs that loop over all possible descriptors would take long.
+It is enough for any data loader.  With a higher limit, programs that loop over all possible
+descriptors would take long.
 """
 
 SOCKET_READ_SIZE = 1 << 18  # bytes that are read from a socket at once

@@ -24,7 +24,8 @@ class RankReports:
     def __init__(self) -> None:
         self.places: Mapping[int, RankPosition] = {}
         self.present_places: Mapping[int, RankPosition] = {}
-        # Where ranks were that the agent has killed, because an abort did not end their waits.
+        # Where ranks were that the agent has killed, because several aborts have not ended their
+        # waits.
         self.unwoken: Mapping[int, RankPosition] = {}
         self.requested_at = 0.0  # monotonic seconds; answers to earlier requests are ignored
         self.silent = UnresponsiveHosts((), 0.0)

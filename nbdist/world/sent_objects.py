@@ -146,7 +146,11 @@ class SentObjects:
         self.theirs[key] = _together(self.theirs.get(key, frozenset()), parts)
 
     def record_changed(self, changed: Changed) -> None:
-        """Record objects that ranks have changed; the notebook may have changed the objects too."""
+        """Add to `changed` the objects, and the parts of them, that ranks have reported as changed.
+
+        Whether the notebook has changed the same parts does not matter here; `record_kept` records
+        that.
+        """
         for key, parts in changed.items():
             self.changed[key] = _together(self.changed.get(key, frozenset()), parts)
 

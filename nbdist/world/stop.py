@@ -147,7 +147,9 @@ class StopState:
         self.phase = StopPhase.HOLDING if patience.holds_stop else StopPhase.RUNNING
         self.presses = 0
         self.is_interruptible = False  # True while Stop may end a block: see `counting_presses`
-        # How often the ranks were interrupted.  A Stop that was only recorded counts, too.
+        # How often the ranks were interrupted: counts each `StopAction.INTERRUPT` and `RECORD`.  So
+        # a timeout counts, too, and so does the first Stop in the phase HOLDING, which interrupts
+        # no rank.
         self.interrupts = 0
         self.spared: frozenset[int] = frozenset()  # ranks that are killed only if Stop comes again
         # At this time the agent is asked to spare the ranks.  Then the user gets control.

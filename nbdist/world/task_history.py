@@ -2,8 +2,9 @@
 
 Runs in the notebook's process.  `Engine` has one `Setup` and one `TaskHistory`.
 `nbdist.world.recovery` runs the set-up cells, and adds tasks that have ended.  `TaskHistory` has a
-limited size, and keeps texts and names but no values of variables.  `Setup` also keeps the values
-of the variables that were sent with set-up cells.
+limited size.  It keeps texts and names, and of the values of variables only small ones, such as
+numbers and short texts.  `Setup` also keeps the values of the variables that were sent with set-up
+cells.
 """
 
 from __future__ import annotations

@@ -93,7 +93,8 @@ class Layers(nn.Module):
 CELLS = (
     "%%distributed -n 2\n%%time\nstep = scaled(2) + points[1].x\nprint('step', step)",
     "%%rank 1\nonly = f'''one\n  two {rank}'''\nprint(only)",
-    "%%distributed\nasync def twice(x):\n    return 2 * x\nfour = await twice(2)\nfour + rank + await thrice(0)",
+    "%%distributed\nasync def twice(x):\n    return 2 * x\n"
+    "four = await twice(2)\nfour + rank + await thrice(0)",
     "%%distributed\nnet(torch.ones(2)).sum().backward()\nfloat(weights[0].grad.sum())",
     # The first use of `nn` needs no submodule, the second needs `nn.parallel`.
     "%%distributed\nlayers = Layers()",
