@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.agent.inspect import SAMPLE_TIMEOUT, locate, place_from_outside
 from nbdist.output.events import IGNORES_STOP
-from nbdist.system.processes import OwnTime, ignores_signal, schedule
+from nbdist.system.processes import OwnTime, Schedule, ignores_signal, schedule
 from nbdist.wire.control import EndStoreWait
 from nbdist.wire.places import RankPosition
 
@@ -65,6 +65,7 @@ class InterruptedRank:
     ignores: bool = False  # the process ignores SIGINT
     again: bool = False  # Stop was pressed again
     is_asleep: bool = False  # the main thread has hardly run since the interrupt
+    asleep_for: float = 0.0  # the last own seconds, in which the main thread has hardly run
     aborts: int = 0  # how often the rank's present collective was aborted in vain
     aborted_for: float = 0.0  # own seconds since the first abort in vain
     is_spared: bool = False  # the notebook has asked not to kill the rank
@@ -107,7 +108,7 @@ def has_missed_stop(sight: InterruptedRank) -> bool:
     place = sight.place
     is_unknown = place.holds_gil or place.is_stopped
     waits = place.is_in_code and not (place.operation or place.is_cleaning_up or is_unknown)
-    return waits and sight.is_asleep and sight.own_seconds >= C_GRACE / 2
+    return waits and sight.asleep_for >= C_GRACE / 2
 
 
 def may_wait_in_store(sight: InterruptedRank) -> bool:
@@ -119,6 +120,10 @@ def may_wait_in_store(sight: InterruptedRank) -> bool:
     is_known = place.operation or place.holds_gil or place.is_stopped
     has_reacted = place.has_taken_sigint or place.is_cleaning_up
     return place.is_in_code and not (is_known or has_reacted) and sight.own_seconds >= STORE_GRACE
+
+
+def _has_hardly_run(before: Schedule, now: Schedule) -> bool:
+    return now.ran - before.ran < ASLEEP and now.wakes - before.wakes < WAKES
 
 
 class _Stopped:
@@ -141,7 +146,8 @@ class _Stopped:
     def _restart_clock(self) -> None:
         self._own_time = OwnTime(self.rank.pid)
         self._aborted_at = 0.0
-        self._schedule_before = schedule(self.rank.pid, self.rank.pid)
+        self._schedule_before = self._asleep_schedule = schedule(self.rank.pid, self.rank.pid)
+        self._asleep_since = 0.0  # own seconds; since then the main thread has hardly run
 
     @property
     def is_over(self) -> bool:
@@ -169,14 +175,16 @@ class _Stopped:
         if (place.operation, place.counts) != (before.operation, before.counts):
             self._aborts = 0
         now = schedule(self.rank.pid, self.rank.pid)
-        ran, wakes = now.ran - self._schedule_before.ran, now.wakes - self._schedule_before.wakes
-        self._is_asleep = ran < ASLEEP and wakes < WAKES
+        self._is_asleep = _has_hardly_run(self._schedule_before, now)
+        if not _has_hardly_run(self._asleep_schedule, now):
+            self._asleep_schedule, self._asleep_since = now, seconds
         return InterruptedRank(
             place,
             seconds,
             ignores=ignores_signal(self.rank.pid, signal.SIGINT),
             again=self._again,
             is_asleep=self._is_asleep,
+            asleep_for=seconds - self._asleep_since,
             aborts=self._aborts,
             aborted_for=seconds - self._aborted_at,
             is_spared=self.is_spared,

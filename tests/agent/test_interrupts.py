@@ -85,10 +85,9 @@ def test_a_rank_in_no_collective_may_wait_in_store() -> None:
 
 def test_only_a_sleeping_rank_that_answers_has_missed_stop() -> None:
     """A rank that cleans up, waits in a collective, or does not answer gets no second SIGINT."""
-    asleep = InterruptedRank(IN_PYTHON, C_GRACE / 2, is_asleep=True)
+    asleep = InterruptedRank(IN_PYTHON, LONG, asleep_for=C_GRACE / 2)
     assert has_missed_stop(asleep)
-    assert not has_missed_stop(replace(asleep, own_seconds=C_GRACE / 2 - 0.1))
-    assert not has_missed_stop(replace(asleep, is_asleep=False))
+    assert not has_missed_stop(replace(asleep, asleep_for=C_GRACE / 2 - 0.1))
     stopped, cleans_up = replace(IN_C, is_stopped=True), replace(IN_PYTHON, is_cleaning_up=True)
     for place in (RankPosition(), IN_C, stopped, cleans_up, WAITS):
         assert not has_missed_stop(replace(asleep, place=place))

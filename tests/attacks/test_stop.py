@@ -154,6 +154,15 @@ WAITED_FOR = {
         "try:\n    for _ in range(2): slow = Slow(); del slow\n    time.sleep(600)\n"
         "finally: sys.stderr = before"
     ),
+    # A rank that has missed Stop gets another SIGINT once it sleeps, also if it has worked before.
+    "a stop that nobody notices, and work": (
+        "import sys, time\nclass Slow:\n    def __del__(self):\n"
+        "        print('ends\\n', flush=True); time.sleep(2)\n"
+        "sys.unraisablehook, before = (lambda _: None), sys.unraisablehook\n"
+        "slow = Slow(); del slow\nuntil = time.thread_time() + 0.2\n"
+        "while time.thread_time() < until: pass\n"
+        "try: time.sleep(600)\nfinally: sys.unraisablehook = before"
+    ),
     "C code that works": (
         "import hashlib\nprint('runs\\n')\n"
         "while rank == 1: hashlib.pbkdf2_hmac('sha256', b'', b'', 8_000_000)"
