@@ -7,7 +7,7 @@ In a notebook, after `%load_ext nbdist`:
     %dist_status                show what each rank does
     %dist_output                show the last cell's output again
     %dist_run train.py          run a script on all workers
-    %dist_restart               restart all workers; always works
+    %dist_restart               restart all workers, even if they hang
     %dist_help                  list the magics; %dist_help gather shows the help of one
 
 In Python:

@@ -46,7 +46,7 @@ user gets control back although ranks still run.  Users should wait at most 5 s 
 remaining 0.5 to 1 s is left for other delays, such as drawing the panel."""
 
 
-# --- parsers of options: of a flag's text, or of an argument in Python --------------------------
+# --- parsers of options, which read a flag's text or an argument in Python ----------------------
 
 _NAME_LIMIT, _PART_LIMIT = 200, 100
 _BYTE_SIZE = re.compile(r"([0-9]{1,6})([MGT])(?:i?B)?", re.IGNORECASE)
@@ -66,8 +66,8 @@ def whole_number(
 ) -> Callable[[Any], int]:
     """Return a function that reads a whole number from `minimum` to `maximum`.
 
-    The function takes a text or a number, so argparse can use it as a `type`.  It raises UsageError
-    for other values, with `what` as the description of the expected value.
+    The function takes a text or an int and returns an int, so argparse can use it as a `type`.  For
+    other values it raises UsageError; the message names `flag`, and `what` says what is expected.
     """
 
     def read(value: object) -> int:
@@ -227,7 +227,7 @@ LOCAL = "local"
 """The launcher that starts workers on the notebook's machine."""
 
 ELSEWHERE = ("ssh", "slurm", "join", "ray")
-"""nbdist's launchers for other machines; a launcher of another package may be given any option."""
+"""nbdist's launchers for other machines; other packages can add launchers."""
 
 
 class Option(NamedTuple):
@@ -236,6 +236,7 @@ class Option(NamedTuple):
     `flag` is "" if the option can be given only in Python.  `read` makes the field's value from a
     text or a Python value, and may raise UsageError.  An option that `is_dynamic` can change while
     the world runs.  `launchers` are the launchers of nbdist that use the option, () for all.
+    `metavar` stands for the value in the help.
     """
 
     flag: str
@@ -246,12 +247,18 @@ class Option(NamedTuple):
     launchers: Collection[str] = ()
 
     def is_for(self, launcher: str) -> bool:
-        """Return True if the option may be given together with the launcher of this name."""
+        """Return True if the option may be given together with the launcher of this name.
+
+        With a launcher of another package, all options may be given.
+        """
         is_other = launcher not in (LOCAL, *ELSEWHERE)
         return is_other or not self.launchers or launcher in self.launchers
 
     def as_typed(self, value: Any) -> str:
-        """Return the option as users type it: `--name run`; secrets in `--env` become `...`."""
+        """Return the option as users type it: `--name run`; secrets in `--env` become `...`.
+
+        If the value is a bool, the result is the flag alone.
+        """
         if isinstance(value, bool):
             return self.flag
         if isinstance(value, Mapping):
@@ -284,9 +291,9 @@ class Patience:
     After `hang_timeout` seconds a running cell shows which ranks wait for which.  With `aborts`,
     collectives that can never complete are aborted; without `aborts` the user has to press Stop.
     After `timeout` seconds the cell is stopped; None means never.  `control_timeout` seconds after
-    Stop the user gets control back although ranks may still be running.  It is None for a cell in
-    the background, for which nobody waits.  With `holds_stop` the first Stop interrupts no rank:
-    the task must complete on all ranks or on none.
+    Stop the user gets control back although ranks may still be running; `control_timeout` is None
+    for a cell in the background, for which nobody waits.  With `holds_stop` the first Stop
+    interrupts no rank: the task must complete on all ranks or on none.
     """
 
     hang_timeout: float = HANG_TIMEOUT
@@ -477,12 +484,12 @@ class WorldConfig:
 
     @property
     def min_nodes(self) -> int:
-        """The smallest number of nodes with which the world may start."""
+        """The fewest nodes that `-j` or `--hosts` allows at the start; 1 without these options."""
         return self.shape.least if self.shape else len(self.named_hosts) or 1
 
     @property
     def max_nodes(self) -> int | None:
-        """The most nodes that can have ranks; None for no limit."""
+        """The most nodes that can have ranks, by `-j` or `--hosts`; None without these options."""
         return self.shape.nodes if self.shape else len(self.named_hosts) or None
 
     @property

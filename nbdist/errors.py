@@ -96,7 +96,7 @@ class NoValue(UsageError, KeyError):
 
 
 class NotEnoughGpus(BadTopology):
-    """The user asked for nccl, but there are more ranks than GPUs; nccl needs a GPU for each."""
+    """The backend uses nccl, which needs a GPU for each rank, but there are too few GPUs."""
 
     def __init__(self, ranks: int, gpus: int, visible_devices: str | None) -> None:
         where = "" if visible_devices is None else f" (CUDA_VISIBLE_DEVICES={visible_devices})"
@@ -159,10 +159,10 @@ class WorldNotStarted(UsageError):
 
 
 class WorldSizeMismatch(UsageError):
-    """A cell asks for another number of workers than the world has."""
+    """A cell or magic asks for another number of workers than the world has."""
 
     def __init__(self, running: int, size: int, pool: str = "") -> None:
-        """`size` is the number in the cell; `pool` is a name, "" for the default pool."""
+        """`size` is the requested number; `pool` is a name, "" for the default pool."""
         some = f", `-r {format_ranks(range(size))}` runs on some" if size < running else ""
         of = f" --pool {pool}" if pool else ""
         super().__init__(
@@ -188,7 +188,7 @@ class NoRuntimeFolder(UsageError):
 class NotEnoughMemory(UsageError):
     """Values cannot be sent, because they need more shared memory than is free.
 
-    `where` is the machine or control group whose memory limit is exceeded.  Sizes are in bytes.
+    `where` is the machine or control group that has too little free memory.  Sizes are in bytes.
     """
 
     def __init__(self, size: int, where: str, limit: int, free: int) -> None:
@@ -200,7 +200,10 @@ class NotEnoughMemory(UsageError):
 
 
 class ForkedProcess(UsageError):
-    """This process was forked from the notebook's process, to which the workers belong."""
+    """This process was forked from the notebook's process, to which the workers belong.
+
+    `what` names the call that is refused.
+    """
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -309,7 +312,7 @@ class RankFailure(Protocol):
 
 
 class Blame(NamedTuple):
-    """The rank, host and pid of a cell's earliest failure, and the errors of the failed ranks."""
+    """The rank, host and pid of a cell's earliest failure, and errors of the cell by rank."""
 
     rank: int
     host: str
@@ -323,8 +326,8 @@ class WorkerError(NbdistError):
     If the rank that failed first raised ValueError, `except ValueError` catches this error too:
     `nbdist.world.result` makes the error an instance of a class that derives from WorkerError and
     ValueError.  If no such class is possible, `original` is a copy of the rank's exception, or None
-    if no copy can be made.  `rank`, `host` and `pid` are those of the rank that failed first, and
-    `errors` has the errors of all failed ranks, by rank.
+    if no copy can be made.  `rank`, `host` and `pid` are those of the rank that failed first.
+    `errors` has errors by rank; it can lack those that only follow from another rank's failure.
     """
 
     original: Exception | None = None
@@ -356,7 +359,7 @@ class WorkerError(NbdistError):
 
 
 class WorkerDied(WorkerError):
-    """The process of a rank died: it was killed, it crashed, or it called `os._exit`."""
+    """The process of a rank died: it was killed, crashed or exited, or its machine was lost."""
 
     def __init__(
         self, blame: Blame, seconds: float | None, exit_code: int | None, end: str = ""
@@ -376,7 +379,10 @@ class RanksReleased(WorkerError):
     """Ranks waited in collectives that could never complete, and were released."""
 
     def __init__(self, blame: Blame, why: str, recovery: str) -> None:
-        """`why` says which ranks waited in vain; `recovery` which were restarted, "" if none."""
+        """`why` says which ranks waited in vain.
+
+        `recovery` says which ranks were restarted and which variables were damaged, or is "".
+        """
         self.rank, self.host, self.pid, self.errors = blame
         NbdistError.__init__(
             self, f"{why}. The waiting ranks were released{'' if recovery else NO_VARIABLES_LOST}."
@@ -422,7 +428,7 @@ class JobLost(NbdistError):
 class JobCancelled(NbdistError, CancelledError):
     """`Job.cancel` has ended a cell of `--no-wait`.
 
-    `outcome` is for example "Stopped on ranks 0-3. No variables were lost."
+    `outcome` is a text such as "Stopped on ranks 0-3. No variables were lost."
     """
 
     def __init__(self, title: str, outcome: str) -> None:
@@ -443,7 +449,7 @@ class ValueLost(NbdistError, LookupError):
 
 
 class LocalCellError(NbdistError):
-    """A cell with `--here-too` raised `cause` in the notebook, and `ran` ranks ran the cell."""
+    """A cell with `--here-too` raised `cause` in the notebook; `ran` is how many ranks ran it."""
 
     def __init__(self, cause: BaseException, ran: int) -> None:
         text = one_line(f"{type(cause).__name__}: {cause}")

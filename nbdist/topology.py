@@ -1,8 +1,8 @@
 """Parses options about workers, nodes, hosts, GPUs, backends and ranks, and places ranks on nodes.
 
 All processes may import this file.  The notebook's kernel must not initialise CUDA, so GPUs are
-counted by the driver's files or by nvidia-smi.  On one machine, environment variables of the ranks
-simulate the nodes of `-j 2x4`.
+counted from the driver's files or by nvidia-smi.  On one machine, environment variables of the
+ranks simulate the nodes of `-j 2x4`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ def parse_workers(text: str) -> WorkerCount:
 
 
 def resolve(workers: WorkerCount, gpus: int, cores: int) -> int:
-    """Return the number of workers; `auto` is one per GPU, or without GPUs one per core up to 4."""
+    """Return the number of workers; `auto` is one per GPU, or without GPUs one per core up to 4.
+
+    Raises BadTopology for `gpu` if there is no GPU.
+    """
     if workers == "auto":
         return gpus or max(1, min(cores, AUTO_LIMIT))
     if workers == "cpu":
@@ -82,7 +85,7 @@ def resolve(workers: WorkerCount, gpus: int, cores: int) -> int:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use; under `taskset` it is smaller."""
+    """Return the number of cores that this process may use, which `taskset` can reduce."""
     return len(os.sched_getaffinity(0))
 
 
@@ -95,10 +98,11 @@ def check_start(
     *,
     share_gpus: bool = False,
 ) -> str | None:
-    """Return a one-line warning about ranks that share GPUs or cores, or None.
+    """Return a one-line warning about ranks that may be slow, or None.
 
-    Raises NotEnoughGpus if nccl needs more GPUs; `visible_devices` is the value of
-    CUDA_VISIBLE_DEVICES, for the text of the error.
+    Ranks may be slow if they share GPUs or cores, or with nccl and `share_gpus`.  Raises
+    NotEnoughGpus if nccl needs more GPUs; `visible_devices` is the value of CUDA_VISIBLE_DEVICES,
+    for the text of the error.
     """
     if uses_nccl(backend) and workers > gpus and not (gpus and share_gpus):
         raise NotEnoughGpus(workers, gpus, visible_devices)
@@ -135,7 +139,10 @@ class Layout(NamedTuple):
 
 
 def parse_layout(text: str) -> Layout:
-    """Return the layout of `-j`: `4` workers on one node, `2x4` on two, `1:2x4` on one or two."""
+    """Return the layout that `-j` gives; raise BadTopology for other text.
+
+    `4` means one node with 4 workers, `2x4` two such nodes, and `1:2x4` one or two.
+    """
     match = _LAYOUT.fullmatch(text.replace(" ", ""))
     if not match:
         raise BadTopology("-j", text, "that is not nodes and workers", _LAYOUT_FORMS)
@@ -202,7 +209,7 @@ def read_hosts(hosts: str | Iterable[str]) -> str:
 
 
 def _parse_host(item: str) -> Host:
-    """Return the host in a text such as `user@b:2`; a ValueError has the reason as a phrase."""
+    """Return the host in a text such as `user@b:2`; raise ValueError, with why, for other text."""
     if not item:
         raise ValueError("there is nothing next to a comma")
     match = _HOST.fullmatch(item)
@@ -219,7 +226,10 @@ def _parse_host(item: str) -> Host:
 
 
 def _address(name: str, ipv6: str | None) -> str:
-    """Return a host name or an IP address in its normal form; raise ValueError for other text."""
+    """Return a host name or an IP address in its normal form; raise ValueError for other text.
+
+    `ipv6` is an address that was given in brackets; if it is None, `name` is used.
+    """
     # Imported here, because agents and workers import this file too, and do not need `ipaddress`.
     from ipaddress import IPv4Address, IPv6Address
 
@@ -322,7 +332,8 @@ def parse_gpus(text: str, visible: Sequence[str]) -> tuple[str, ...]:
     """Return the GPUs that `--gpus` names by their indices in `visible`, as torch counts GPUs.
 
     The names are those for CUDA_VISIBLE_DEVICES, in the given order: `0,2` of
-    ("4", "5", "GPU-8f") gives ("4", "GPU-8f").  Raises BadTopology for other text.
+    ("4", "5", "GPU-8f") gives ("4", "GPU-8f").  Raises BadTopology for other text, and for a GPU
+    that does not exist or is listed twice.
     """
     numbers: list[int] = []
     for item in text.replace(" ", "").split(","):
@@ -433,7 +444,7 @@ def select_ranks(ranks: RankSelection | None, rank: int | None, world_size: int)
 
 
 def _is_number(value: object) -> TypeGuard[SupportsIndex]:
-    """Return True for an integer of Python, numpy or torch; False for True, False and arrays."""
+    """Return True for a value with `__index__`, except bools and arrays that have dimensions."""
     if not hasattr(value, "__index__") or isinstance(value, bool):
         return False
     return not getattr(value, "shape", ())
@@ -503,9 +514,10 @@ def free_slots(room: Mapping[int, int], taken: Collection[Position] = ()) -> Ite
 
 
 def place_ranks(slots: Slots, room: Sequence[int], size: int) -> Slots:
-    """Return positions for `size` ranks: ranks in `slots` stay, new ranks get free positions.
+    """Return the positions of `size` ranks: the first from `slots`, then free ones for new ranks.
 
     `room` has the number of ranks that fit on each node, () for a single node without a limit.
+    Returns () if `room` and `slots` are both ().
     """
     kept = slots[:size]
     if not (room or kept):

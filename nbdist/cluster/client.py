@@ -205,7 +205,7 @@ class HeadLink:
                 self._link.send_multipart(frames, copy=False)
 
     def _start_lost_timer(self) -> None:
-        """Start a timer at whose end the agent gives up the link, if libzmq has not reconnected.
+        """Start a timer; when it ends, the agent gives up the link unless libzmq has reconnected.
 
         Also test the head's port. If nothing listens on the port, the head has exited, and the
         agent gives up the link without waiting for the timer.

@@ -243,7 +243,7 @@ class Head:
     async def _spare(self, ranks: Collection[int]) -> tuple[int, ...]:
         """Tell the agents not to kill `ranks` for ignoring Stop, until Stop is pressed again.
 
-        Returns the spared ranks: all but those that are dead, or that an agent is killing already.
+        Returns the spared ranks, without those that are dead or that an agent is killing already.
         """
         # The head has not yet told the agents to interrupt the ranks in `_pending_stops`. So record
         # which of them to spare, and send `SpareRanks` once `InterruptAt` has been sent.
@@ -358,7 +358,7 @@ class Head:
     # --- the world: its start and end -------------------------------------------------------
 
     async def _start(self, spec: WorldSpec) -> messages.Reply:
-        """Start agents on the machines that lack one, then the workers of the world.
+        """Start the workers of the world, and first the agents if no present agents can be used.
 
         Returns `WorldFacts` or a `StartFailure`.
         """
@@ -389,10 +389,10 @@ class Head:
         return self._notebook.record.record_start(replace(formed, missing=missing), self._hosts)
 
     async def _open_pool(self, config: WorldConfig) -> NodePool:
-        """Return a pool of the requested machines, each with an agent.
+        """Return a pool whose agents can serve a world with this configuration.
 
-        If the present pool cannot serve this configuration, it is closed, and a new pool starts
-        agents.
+        If the present pool cannot serve it, that pool is closed, and a new pool starts agents.
+        Raises CannotStart or NoSlots.
         """
         if self._pool is None or not self._pool.can_serve(config):
             await self._close_pool()
@@ -426,7 +426,7 @@ class Head:
         """Shut down all agents, and forget the machines.
 
         Not called when a world ends, because the next world may use the same agents. Called if the
-        next world needs other agents, if a start fails, and when the head exits.
+        next world needs other agents, if agents cannot start, and when the head exits.
         """
         pool, self._pool = self._pool, None
         self._node_of.clear()
@@ -455,14 +455,14 @@ class Head:
         return self._notebook.record.record_change(formed, self._hosts, hint)
 
     async def _heal(self, pool: NodePool, spec: WorldSpec) -> Formation:
-        """Heal the world on the nodes that are not lost; repeat this if a node is lost meanwhile.
+        """Heal the world on the nodes that are not lost.
 
-        The ranks of lost nodes are started on other nodes. If there is no room for them, the world
-        becomes smaller.
+        If this fails, and nodes were lost or have joined meanwhile, heal again. The ranks of lost
+        nodes are started on other nodes. If there is no room for them, the world becomes smaller.
         """
         forming, change = pool.forming, Renumbering.none(spec.world_size)
-        # A round is repeated only if another node was lost meanwhile, so the number of nodes limits
-        # the number of rounds.
+        # Heal again only if it failed, and nodes were lost or have joined meanwhile. The number of
+        # nodes limits the number of rounds.
         for _ in range(1 + len(pool.nodes)):
             nodes = pool.present_nodes
             spec = forming.spec or spec
@@ -540,7 +540,7 @@ async def rows_of(
 
 
 async def first_answer(parts: RanksByNode, consult: messages.Consult) -> Any:
-    """Ask all nodes a front end's question at once, and return the first answer that is not empty.
+    """Ask all nodes about code that the user types; return the first answer that is not empty.
 
     The question is for completions, or for the description of a name. `parts` has the ranks by
     node. If all answers are empty, return the last of them.

@@ -1,8 +1,9 @@
 """Launchers, which start an agent on each machine: their interface, and the launchers ssh and join.
 
-Launchers run in the head, which finds them among the entry points `nbdist.launchers`. A launcher
-runs `agent_command` on each machine, and writes the ticket to its stdin. The agent then connects to
-the head by itself, and exits when its stdin is closed.
+Launchers run in the head, which finds them among the entry points `nbdist.launchers`. Most
+launchers run `agent_command` on each machine, and write the ticket to the command's stdin; for the
+launcher join, the user starts the agents. An agent then connects to the head by itself, and exits
+when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class LaunchError(Exception):
 
 
 class LauncherProcess(ABC):
-    """A process of the head's machine, such as `ssh`, that runs agents on other machines.
+    """A process that runs one or more agents, such as `ssh` or `srun` on the head's machine.
 
     The process exits when its agents have exited, and the agents exit when the process does.
     `command` is the command of the process. `host` is the host of its agent, or "" if it has agents
@@ -111,10 +112,10 @@ class Launcher(Protocol):
     """Starts the agents of a world; a launcher object is used for only one call of `launch`."""
 
     def launch(self, config: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Start an agent on each machine that `config` names, and give it the ticket.
+        """Start an agent on each machine that the world needs, and give each agent the ticket.
 
-        The launcher can write log files to `folder`. Raises LaunchError or OSError if an agent
-        cannot be started.
+        `config` has the options that say which machines these are. The launcher can write log files
+        to `folder`. Raises LaunchError or OSError if an agent cannot be started.
         """
 
 
@@ -130,7 +131,7 @@ def find_launcher(name: str) -> Launcher:
 class AgentCommand(Child, LauncherProcess):
     """A process that runs agents until its stdin is closed.
 
-    Its command is `ssh`, `srun`, or Python itself for an agent on this machine.
+    Its command is for example `ssh` or `srun`, or Python itself for an agent on this machine.
     """
 
     def __init__(

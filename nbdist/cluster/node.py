@@ -168,7 +168,7 @@ class NoSlots(ValueError):
 def room_of(config: WorldConfig, nodes: Sequence[Node]) -> dict[int, int]:
     """Return for how many workers each node has room, by the number of the node.
 
-    Raises NoSlots if a node lacks GPUs or slots that the options request.
+    Raises NoSlots if a node lacks GPUs that the options request.
     """
     slots = dict(enumerate(host.slots for host in config.named_hosts))
     return {node.number: slots.get(node.number) or _room(config, node) for node in nodes}
@@ -288,7 +288,8 @@ def attainable_size(config: WorldConfig, nodes: Sequence[Node]) -> int:
 def resized(spec: WorldSpec, size: int, keep: Sequence[int], room: Mapping[int, int]) -> WorldSpec:
     """Return `spec` with `size` ranks: the present ranks `keep` in this order, then new ranks.
 
-    `room` says for how many workers each node has room. Raises NoSlots if that is too little.
+    `room` says for how many workers each node has room, by the number of the node. Raises NoSlots
+    if the room is too little.
     """
     slots = tuple(spec.slots[rank] for rank in keep)
     new = tuple(islice(free_slots(room, slots), size - len(slots)))
@@ -304,7 +305,8 @@ def mismatch(name: str, hello: NodeHello, here: Versions) -> str:
     """Return a message if a machine's versions do not fit the notebook's, or "" if they fit.
 
     They fit if the version of nbdist and the minor versions of Python, torch and cloudpickle are
-    equal. The message says what the user can do. `here` has the notebook's versions.
+    equal. A machine without torch does not fit. The message says what the user can do. `here` has
+    the notebook's versions.
     """
     facts = hello.facts
     interpreter = f"{facts.python} on {name}"
@@ -357,8 +359,9 @@ class KeptCode:
     async def store(self, request: GetCode | PutCode, nodes: Iterable[Node]) -> CodeHeld:
         """Keep what the notebook sends; once the archive is complete, send it to the nodes.
 
-        A `GetCode` announces an archive by its digest; a kept archive with another digest is
-        dropped. Each `PutCode` has a part of the archive. Returns the result of `distribute`.
+        A `GetCode` announces an archive by its digest; a kept archive that is incomplete or has
+        another digest is dropped. Each `PutCode` has a part of the archive. Returns the result of
+        `distribute`.
         """
         match request:
             case GetCode(digest):
@@ -376,9 +379,10 @@ class KeptCode:
     async def distribute(self, nodes: Iterable[Node]) -> CodeHeld:
         """Send the archive to the nodes that lack it; do nothing if the archive is not complete.
 
-        If a node reports a problem, return its answer. Otherwise the result has `is_here` set,
-        which means that all nodes have the folder. It also has `is_shared` set if all nodes see the
-        notebook's own folder, on a shared file system.
+        If the archive is not complete, return `CodeHeld("")`. If a node reports a problem, return
+        its answer. Otherwise the result has `is_here` set, which means that all nodes have the
+        folder. It also has `is_shared` set if all nodes see the notebook's own folder, on a shared
+        file system.
         """
         if self._query is None or not self._is_whole:
             return CodeHeld("")

@@ -44,7 +44,7 @@ NODE_LEAVE_TIMEOUT = 5.0  # seconds after `Shutdown` for an agent to end its pro
 
 
 class CannotStart(Exception):
-    """Raised if a world cannot start, because an agent did not start or connect, or failed a check.
+    """Raised if a world cannot start, for example because an agent did not connect.
 
     `failure` is the message that the notebook gets.
     """
@@ -105,9 +105,9 @@ class NodePool:
     def can_serve(self, config: WorldConfig) -> bool:
         """Return True if the present nodes can be used for a new world with the given `config`.
 
-        Returns False if `config` requests other machines, if fewer than `config.min_nodes` nodes
-        are present, or if nodes are missing and no node can join any more. If `config` requests the
-        same machines, it replaces the pool's own `config`, whatever the result is.
+        Returns False if `config` requests other machines or agents (`_machine_options`), if fewer
+        than `config.min_nodes` nodes are present, or if nodes are missing and no node can join any
+        more. Except in the first case, `config` replaces the pool's own `config`.
         """
         if _machine_options(config) != self._machine_options:
             return False
@@ -151,8 +151,8 @@ class NodePool:
     async def fill(self, report: Callable[[str], None]) -> None:
         """Start agents, and wait until enough of them have connected.
 
-        Then check that the machines can reach each other, unless the backend is "none". `report` is
-        called repeatedly with a line on the progress. Raises CannotStart or NoSlots.
+        Then check that each machine can connect to some others, unless the backend is "none".
+        `report` is called repeatedly with a line on the progress. Raises CannotStart or NoSlots.
         """
         config = self.config
         try:
@@ -405,7 +405,7 @@ class NodePool:
 def _machine_options(config: WorldConfig) -> tuple[object, ...]:
     """Return the options that say which machines are used and how their agents are started.
 
-    If two configurations have these options in common, their worlds can use the same agents.
+    If two configurations have equal values of these options, their worlds can use the same agents.
     """
     started_by = config.launcher_name, config.named_hosts, config.salloc, config.wrap
     size, python = (config.min_nodes, config.max_nodes), (config.python, config.fork)
@@ -467,8 +467,8 @@ class Awaited:
     def text(self, room: Mapping[str, int]) -> str:
         """Return a line on the progress, such as `1 of 2 nodes: a (4)`.
 
-        In this line, `a` is a node that has joined, with room for 4 workers. While nodes are
-        missing that the user must invite, the line begins with the command to run (`invitation`).
+        In this line, `a` is a node that has joined, with room for 4 workers. As long as the user
+        has to run the command `invitation` on more machines, the line begins with this command.
         """
         hosts = ", ".join(f"{name} ({number})" for name, number in room.items())
         text = f"{len(room)} of {count(self.nodes, 'node')}"

@@ -236,7 +236,7 @@ class NoRoom(ValueError):
 
 
 def bundles_of(config: WorldConfig, nodes: Sequence[RayNode]) -> list[Bundle]:
-    """Return the resources that the options request: an item for each node that the world needs.
+    """Return the resources that the options request: an item for each node that the world uses.
 
     `nodes` are the nodes of the cluster. Raises NoRoom if they have too few resources.
     """
@@ -255,7 +255,7 @@ def bundles_of(config: WorldConfig, nodes: Sequence[RayNode]) -> list[Bundle]:
         is_enough, least = len(shares) >= config.min_nodes, per_node
         needed = count(config.min_nodes, "node")
     else:
-        # Without GPUs, put only a few workers on each node, unless the user has chosen the CPUs.
+        # Without GPUs, put only a few workers on each node, unless the user has typed `-n cpu`.
         if GPU_RESOURCE not in one and per_node != "cpu":
             rooms = [min(room, topology.AUTO_LIMIT) for room in rooms]
         shares, least = [room for room in rooms if room], 1
@@ -413,7 +413,8 @@ def drive() -> None:
     from ray.exceptions import RayError
 
     try:
-        # Pass "auto" and not the address: only then Ray finds the token of this machine's cluster.
+        # For this machine's cluster pass "auto" and not the address that `current_cluster` returns:
+        # only then Ray finds the cluster's token.
         ray.init(address=address, log_to_driver=False, logging_level="WARNING")
         bundles, names = reserve_nodes(config)
     except (NoRoom, OSError, RuntimeError, ValueError, RayError) as error:

@@ -126,7 +126,7 @@ class NodeServer:
         return f"<NodeServer port {self.port}, {len(self._lines)} agents, {self.refused} refused>"
 
     def open(self, *addresses: str, link_timeout: float = LINK_TIMEOUT) -> None:
-        """Listen on a free port at these addresses of this machine, by default at all of them.
+        """Listen on a free port at some addresses of this machine, by default at all its addresses.
 
         An agent counts as lost after `link_timeout` silent seconds.
         """
@@ -287,7 +287,8 @@ def addresses(preferred: str | None) -> tuple[str, ...]:
 
     First come the addresses from which packets leave for other networks; others may belong to
     bridges of containers. If `preferred` is the name of a network interface, return only its
-    addresses. If `preferred` is any other text, return only this text.
+    addresses. If `preferred` is any other text, return only this text; None and "" mean all network
+    interfaces. If no address is found, return 127.0.0.1.
     """
     interfaces = psutil.net_if_addrs()
     if preferred and preferred not in interfaces:

@@ -226,8 +226,9 @@ def _split(text: str) -> list[str]:
 def requested_nodes(config: WorldConfig) -> tuple[int, int]:
     """Return the least and the largest number of nodes for a new allocation.
 
-    Both are from the option -N in `--salloc`, or without -N from `-j`. Raises LaunchError if -N
-    and `-j` contradict each other.
+    Both are from the option -N in `--salloc`, or without -N from `-j`. Without both options they
+    are 1. Raises LaunchError if -N and `-j` contradict each other, or if nbdist cannot use an
+    option in `--salloc`.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("-N", "--nodes", default="")
@@ -253,7 +254,7 @@ def requested_nodes(config: WorldConfig) -> tuple[int, int]:
 def find_job(environ: Mapping[str, str]) -> SlurmJob:
     """Return the allocation in which this process runs, as `environ` says.
 
-    Raises LaunchError if there is none, or if it has ended. Raises OSError if Slurm does not
+    Raises LaunchError if there is none, or if it is not running. Raises OSError if Slurm does not
     answer.
     """
     number = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
@@ -333,8 +334,8 @@ def word_queue(lines: Sequence[str]) -> str:
 JOB_END_TIMEOUT = 3.0  # seconds for agents to exit, and for salloc to release its allocation
 CANCEL_TIMEOUT, CANCEL_STEP = 4.0, 0.1  # seconds for Slurm to end a job, and between two checks
 
-# Seconds between two calls of squeue that ask why a job waits. Each pause is twice as long as the
-# last.
+# Seconds between two calls of squeue that ask why a job waits: at first, and at most. Until the
+# maximum is reached, each pause is twice as long as the last.
 MIN_QUEUE_PAUSE, MAX_QUEUE_PAUSE = 1.0, 30.0
 
 LONGEST_LOG = 1 << 20
@@ -347,8 +348,8 @@ CARRIED = frozenset(
 OF_SLURM = frozenset(("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CLUSTER_NAME", "SLURM_JWT"))
 """The environment variables of Slurm that its commands need.
 
-Slurm's other variables are removed before a command runs: `srun` takes many of them as options, and
-could start too many agents.
+The commands do not get the head's other variables of Slurm: `srun` takes many of them as options,
+and could start too many agents.
 """
 
 GRANTED = "Granted job allocation"
@@ -367,7 +368,7 @@ def step_environ(environ: Mapping[str, str]) -> dict[str, str]:
 def salloc_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the part of `environ` that salloc gets.
 
-    This is `step_environ` and the user's variables SALLOC_*, which are defaults of its options.
+    This is `step_environ` and the user's variables SALLOC_*, which set defaults for salloc.
     """
     salloc_defaults = {name: value for name, value in environ.items() if name.startswith("SALLOC_")}
     salloc_defaults.pop("SALLOC_NO_SHELL", None)  # with this variable salloc runs no command

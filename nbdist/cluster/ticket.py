@@ -251,7 +251,7 @@ LONGEST_SAYING = 1000  # milliseconds for a guard's report to reach the head
 def guard_line(identity: bytes, ticket: Ticket, address: str) -> bytes:
     """Return a line by which an agent's guard can report to the head that the agent was killed.
 
-    The line has the agent's `identity`, by which the head knows it, and the ticket with the one
+    The line has the `identity` by which the head knows the agent, and the ticket with the one
     `address` at which the head answers. `report_killed_agent` reads the line.
     """
     return identity.hex().encode() + b" " + replace(ticket, addresses=(address,)).to_line()
@@ -333,7 +333,7 @@ def _find_key(place: HeadAddress, key_file: str | None) -> Ticket:
     """Return the ticket of the world at this address; raises UsageError if there is none.
 
     Read the ticket from `key_file` ("-" for stdin). Without `key_file`, read it from the file that
-    the head has written. If there is no such file, ask the user at the terminal.
+    the head has written. If there is no such file, ask the user, if stdin is a terminal.
     """
     try:
         if key_file == "-":

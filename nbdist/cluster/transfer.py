@@ -57,8 +57,8 @@ class BulkTransfers:
     """Transfers big values from the notebook to the nodes, and from the nodes to the notebook.
 
     All ranks get a task at the same time, once all their nodes have its values. Otherwise some
-    ranks would wait in a collective for a rank with a slow link. Values that ranks return stay in
-    shared memory of the head until the notebook has read them.
+    ranks would wait in a collective for a rank with a slow link. Values that a rank returns stay in
+    shared memory of the head until the notebook has read them, or the rank gets its next task.
 
     `node` returns the `Node` for its number, `send_run` sends a task to the nodes of its ranks,
     `show_outputs` sends outputs to the notebook, and `spawn` runs a coroutine in the background.

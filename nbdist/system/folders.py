@@ -220,7 +220,7 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def open_trusted(path: Path) -> int:
-    """Open a plain file for reading that no other user can have replaced; return its descriptor.
+    """Open a plain file of this user for reading, and return its descriptor.
 
     Raises Untrusted if the file, or one of the two folders above it, is a symbolic link, belongs to
     another user, or can be written by other users.  Also raises Untrusted if the path leads to a

@@ -31,7 +31,7 @@ SIGNS = re.compile(
 )
 """Matches the messages of a process that could not start a thread or process.
 
-The text of EAGAIN alone does not match, since errors of locked files and sockets have it too."""
+The text of EAGAIN in another message does not match: errors of locked files have it, too."""
 
 NOT_RUNNABLE = (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
 """Error numbers of a program that is missing or cannot be run."""
@@ -62,7 +62,7 @@ class Lack(ChildProcessError):
 
 
 def word_lack(code: int | None) -> str:
-    """Return a message which says that a process could not be started; `code` is the errno.
+    """Return a message which says why a process could not be started; `code` is the errno.
 
     For EAGAIN the message says which limit is reached, and what the user can do.
     """
@@ -79,8 +79,8 @@ def word_lack(code: int | None) -> str:
 def word_start_error(error: OSError) -> str:
     """Return a message which says why a process could not be started, from the error of the start.
 
-    The message names the error's file, unless the number of the error means that a limit is
-    reached (`OF_LIMITS`).
+    If the error has a file, the message names it, unless the number of the error means that a limit
+    is reached (`OF_LIMITS`).
     """
     if error.filename is None or error.errno in OF_LIMITS:
         return word_lack(error.errno)
@@ -149,9 +149,9 @@ def word_lack_of_files(workers: int) -> str:
 
 
 ASKED_FROM, UNLIMITED = 32 << 20, 1 << 60
-"""The fewest bytes for which `require_memory` reads the limits, and the limit that means no limit.
+"""The sizes in bytes from which `require_memory` checks a value, and a limit counts as no limit.
 
-Smaller values are not worth the 0.2 ms that reading takes."""
+Smaller values are not worth the 0.2 ms that reading the limits takes."""
 
 OOM_KILL = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 

@@ -56,7 +56,7 @@ def safe_path(environ: Mapping[str, str], folder: str) -> str:
 
 
 def safe_environ(environ: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Return a copy of `environ`, with PYTHONPATH less the entries that can lead to `folder`.
+    """Return a copy of `environ` whose PYTHONPATH lacks the entries that can lead to `folder`.
 
     `safe_path` says which entries these are.  If no entry is left, the copy has no PYTHONPATH.
     """
@@ -158,7 +158,10 @@ def cpu_seconds(pid: int) -> float:
 
 
 def _stat(pid: int | str) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; ["X"] if there is no such process."""
+    """Return the fields of /proc/PID/stat from the state on; ["X"] if there is no such process.
+
+    For a thread, `pid` is the text `PID/task/TID`.
+    """
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(") ")[2].split()
@@ -206,7 +209,7 @@ class OwnTime:
     """A stopwatch that does not count seconds in which process `pid` waits for a processor.
 
     It starts when the object is made.  The agent measures timeouts of workers by it, so that a
-    worker on a busy machine gets longer.  The longest wait of any thread counts as the process's
+    worker on a busy machine gets more time.  The longest wait of any thread counts as the process's
     wait, because that thread may have held the GIL.
     """
 
@@ -228,7 +231,10 @@ class OwnTime:
         return self._largest
 
     def waits(self) -> list[float]:
-        """Return how many seconds each thread may have waited for a processor since the start."""
+        """Return for how many seconds each thread may have waited for a processor.
+
+        Only time since this object was made counts.  Threads that have never run are left out.
+        """
         passed, now = time.monotonic() - self.since, _schedules(self._pid)
         return [self._wait(tid, each, passed) for tid, each in now.items() if each.wakes]
 
@@ -261,8 +267,8 @@ def trim_memory() -> None:
 # guard kills all processes that the child has left, even if the child was killed: as a child
 # subreaper, the guard has become the parent of these processes.  If the guard is killed, Linux
 # sends the agent a SIGTERM, and the agent ends its workers and exits.  The guard kills an agent
-# that does not exit after its notebook has exited, unless the agent has sent `STAYS_BYTE`.  "Agent"
-# below also means a head.
+# that does not exit after its notebook has exited, unless the last byte that the agent has sent is
+# `STAYS_BYTE`.  "Agent" below also means a head.
 
 
 EXIT_TIMEOUT, EXIT_POLL_INTERVAL = 5.0, 0.005
@@ -302,13 +308,12 @@ def fork_below_guard(
 ) -> Guard:
     """Fork this process: the child becomes the agent, and this process becomes the agent's guard.
 
-    Returns only in the child.  `notebook` is the notebook's pid, or None if the notebook is
-    on another machine.
+    Returns only in the child.  `notebook` is the notebook's pid, or None for an agent of a head.
 
     When the agent has exited, processes that it leaves behind have `grace` seconds to exit, because
     their stdin has closed, and `grace` seconds more after a SIGTERM.  Then the guard kills them and
     removes the folder `runtime`.  If a signal has killed the agent, the guard then calls
-    `after_kill` with all bytes that the agent has sent.
+    `after_kill` with the bytes that the agent has sent (`Guard.send`).
 
     If the agent has not exited `AGENT_GRACE` + 2 * `grace` seconds after its notebook, the guard
     kills the agent, unless the last byte from the agent is `STAYS_BYTE`.  Raises OSError if no
@@ -372,8 +377,8 @@ def kill_adopted(worker: int) -> None:
     """Kill the programs that an exited worker has left running, and their descendants.
 
     `worker` is the worker's pid.  This process has become the parent of such programs, and
-    recognizes them by `WORKER_PID` in their environment.  A program that was started without this
-    variable keeps running, and so do trackers (`TRACKERS`).
+    recognizes them by `WORKER_PID` in their environment.  A program without this variable keeps
+    running, unless it descends from one that has it.  Trackers (`TRACKERS`) also keep running.
     """
     mark, killed = f"{WORKER_PID}={worker}".encode(), set[int]()
     for _ in range(MAX_KILL_ROUNDS):
@@ -487,6 +492,7 @@ def _watch(
 def _wait_for(agent: int, notebook: int | None, pipe: int, grace: float) -> tuple[int, bytes]:
     """Wait until the agent exits; return its wait status, and the bytes that it has sent.
 
+    Bytes that come after the notebook has exited, or after stdin was closed, are not read.
     Kill an agent that has not exited `grace` seconds after its notebook, unless the last byte that
     it sent is `STAYS_BYTE`.
     """

@@ -31,7 +31,7 @@ class WakePipe:
                 os.write(self._write_end, b"x")
 
     def clear(self) -> None:
-        """Read what `wake` has written, so that the reading end becomes readable only later."""
+        """Read what `wake` has written: only a new `wake` makes the reading end readable again."""
         with suppress(BlockingIOError):
             os.read(self._read_end, 4096)
 
