@@ -444,10 +444,16 @@ def select_ranks(ranks: RankSelection | None, rank: int | None, world_size: int)
 
 
 def _is_number(value: object) -> TypeGuard[SupportsIndex]:
-    """Return True for a value with `__index__`, except bools and arrays that have dimensions."""
-    if not hasattr(value, "__index__") or isinstance(value, bool):
+    """Return True for an integer, also of numpy or torch; False for bools and for arrays."""
+    if not isinstance(value, SupportsIndex) or isinstance(value, bool):
         return False
-    return not getattr(value, "shape", ())
+    if getattr(value, "shape", ()):
+        return False
+    try:
+        operator.index(value)
+    except TypeError:  # such as `torch.tensor(1.5)`
+        return False
+    return True
 
 
 def _select(item: str, world_size: int) -> Sequence[int]:

@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
 from nbdist import topology
 from nbdist.errors import BadRanks, BadTopology, UsageError
@@ -303,6 +304,7 @@ NO_SELECTION = [
     (None, "0", UsageError, "`rank='0'`: give the number of a rank, such as `rank=0`; "),
     (None, True, UsageError, "`rank=True`: "),
     (None, [0], UsageError, "`rank=[0]`: "),
+    (None, torch.tensor(1.5), UsageError, "`rank=tensor(1.5000)`: "),
     ([], None, BadRanks, "`[]` selects no ranks: it is empty. There are ranks 0-3; "),
     ([0, 4], None, BadRanks, "`[0, 4]` selects no ranks: there is no rank 4. "),
     ([0, "1"], None, BadRanks, "`[0, '1']` selects no ranks: '1' is not the number of a rank. "),
