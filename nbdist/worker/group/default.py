@@ -3,7 +3,7 @@
 Nearly every tutorial calls `init_process_group` in its first lines and `destroy_process_group` in
 its last lines, and in a notebook both run again and again. So in a worker, destroying the world's
 group only takes the group out of torch's tables, and its connections stay. A rank can put the group
-back alone, whether or not other ranks have destroyed it. `Group` uses this file in each rank.
+back alone, whether or not other ranks have destroyed it. `Group` is the main user of this file.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ class DefaultGroup:
         return seam.subgroups_of(self.group) if self.is_in_place else {}
 
     def restore(self) -> bool:
-        """Make the world's group torch's default group, if it is not.
+        """Make the world's group torch's default group, if it is not the default group already.
 
-        Another default group, which user code has made, is destroyed. Return True if there was one.
+        If user code has made another default group, destroy that group and return True. Otherwise
+        return False.
         """
         if self.is_in_place:
             return False
@@ -93,7 +94,7 @@ class DefaultGroup:
         self._destroy()
 
     def abandon_in_child(self) -> None:
-        """Forget all groups in a forked child, where torch's own functions are used from now on."""
+        """Forget all groups in a forked child, which makes later groups as torch itself does."""
         # Keep the groups' objects: their destructors would wait for threads, which the child lacks.
         self._kept = [*seam.forget_all(self._destroy), self.group]
         self.name_after("")
@@ -277,9 +278,10 @@ def _print_note(text: str) -> None:
 
 
 def _checking_peer(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function like `dist.send` that raises ValueError for a rank that does not exist.
+    """Return a wrapper of `function` that raises ValueError for a rank that does not exist.
 
-    torch would wait for this rank for ever.
+    `function` is torch's function to send or receive, such as `dist.send`. By itself it would wait
+    for this rank for ever.
     """
     name = "dst" if "send" in function.__name__ else "src"
 
@@ -318,8 +320,9 @@ _given_layouts: WeakKeyDictionary[Any, list[list[int]]] = WeakKeyDictionary()
 def reset_interrupted_steps() -> None:
     """Reset this rank's DDP and FSDP2 models after a step was interrupted; call this on each rank.
 
-    DDP would count the next backward as part of the interrupted iteration, and its buckets would
-    differ between ranks. FSDP2 would keep parameters gathered on some ranks, but not on others.
+    Without this, DDP would count the next backward as part of the interrupted iteration, and its
+    buckets would differ between ranks. FSDP2 would keep parameters gathered on some ranks, but not
+    on others. Before torch 2.13, FSDP2 models cannot be reset, and stay as they are.
     """
     for model in ddp_models():
         models_seam.reset_ddp_step(model)
@@ -363,7 +366,10 @@ def renew_reducers() -> None:
 
 
 def ddp_models() -> Iterator[Any]:
-    """Yield all DDP modules whose `__init__` has succeeded."""
+    """Yield the DDP modules of this process that have a reducer.
+
+    A module has none if its `__init__` failed.
+    """
     return (model for model in instances_of(DistributedDataParallel) if "reducer" in vars(model))
 
 
@@ -375,8 +381,9 @@ def instances_of(kind: type) -> Iterator[Any]:
 def bucket_layout(net: Any) -> list[list[int]]:
     """Return the numbers of the parameters in each bucket in which DDP reduces gradients.
 
-    With three ranks or more, the buckets decide the last bits of gradients. Return [] until DDP has
-    chosen its buckets, which it does in its first step.
+    With three ranks or more, the last bits of gradients depend on the buckets. DDP chooses its
+    buckets in the first step. Before that, return the layout that `set_bucket_layout` has set, or
+    [] if it has set none.
     """
     layout = models_seam.buckets_of(net)
     return _given_layouts.get(net, []) if layout is None else layout
@@ -396,10 +403,10 @@ _stale: dict[str, str] = {}  # by the name of a stale group, the message for its
 
 
 def refuse_stale(groups: Iterable[ProcessGroup], before: int, after: int) -> None:
-    """Make all later operations of these groups raise an error, because the world was scaled.
+    """Raise RuntimeError from now on when Python code calls an operation of these groups.
 
-    Such stale groups were made while the world had `before` ranks; it has `after` ranks now. Only
-    calls from Python raise, not calls from C++.
+    The world was scaled from `before` ranks to `after` ranks. These groups were made before that
+    and cannot be used any more: they are stale. Calls from C++ raise no error here.
     """
     if not _stale:  # wrap torch's methods only if needed, since wrapped methods are slower
         for name in seam.OPERATIONS:
@@ -416,8 +423,8 @@ def refuse_stale(groups: Iterable[ProcessGroup], before: int, after: int) -> Non
 def stale_group_of(error: BaseException, tb: TracebackType | None) -> str:
     """If a stale group (`refuse_stale`) seems to have caused an error, return a message about it.
 
-    This is assumed if torch's message names a stale group, or if the function that raised the error
-    has a stale group in a variable. Return "" for other errors.
+    This is assumed for a RuntimeError or ValueError if torch's message names a stale group, or if
+    the function that raised the error has a stale group in a variable. Return "" for other errors.
     """
     if not _stale or not isinstance(error, RuntimeError | ValueError):
         return ""

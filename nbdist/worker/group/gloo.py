@@ -3,8 +3,8 @@
 Gloo has no abort: a rank in a collective ignores signals until the timeout, and `abort` of
 ProcessGroupGloo ends no wait (torch 2.13 and later). But if the connections of a backend are shut
 down, each waiting rank gets an error within milliseconds. nbdist has to find these connections
-among the process's sockets. So all backends share one network device of gloo: the connections that
-gloo has accepted all belong to the port on which this device listens.
+among the process's sockets. So all backends that are made without options of user code share one
+network device of gloo: the connections that gloo has accepted belong to the device's port.
 
 From torch 2.14 on, a backend can be connected again after an abort. In a test, 260 such connections
 in a row (torch 2.15, two ranks) left no further thread or descriptor. Before ranks connect a
@@ -41,9 +41,9 @@ from nbdist.worker.group.stores import AbortableStore, Meeting, run_with_timeout
 from nbdist.worker.process import CELL_TIMES, BadEnvironment
 
 COLLECTIVE_TIMEOUT = 24 * 60 * 60.0
-"""The timeout in seconds of a collective, and of making a group.
+"""The timeout in seconds of a collective and of `new_group`, unless user code sets another one.
 
-It is long because all ranks wait while one rank is in the debugger. torch's 30 minutes are a guard
+It is long because ranks wait for a rank that is in the debugger. torch's 30 minutes are a guard
 against hangs, which `nbdist.world.hangs` finds within seconds.
 """
 
@@ -127,9 +127,9 @@ class Gloo:
         self._device, self._port, self._listener = _make_device()
         self._opened: set[int] = set()  # inodes of connections that gloo has opened
         # Where the next new backend meets the other ranks. This is None if user code makes the
-        # backend: the ranks then meet in the store that user code passes.
+        # group: the ranks then meet in the store that torch passes to the backend.
         self.next_meeting: Meeting | None = None
-        # A backend that can connect again always uses the store with which it was made. So all
+        # A backend that can connect again always uses the store with which it was made. So all such
         # backends get this store, and whenever one connects, `leading_to` makes the store pass
         # calls to the store where the ranks meet now.
         self.store = AbortableStore(Meeting(None))
@@ -151,7 +151,8 @@ class Gloo:
     def renew(self, backend: Any, meeting: Meeting, rank: int, size: int) -> None:
         """Connect a backend to the other ranks again, as torch 2.14 and later allow.
 
-        Raises RuntimeError if the other ranks do not come to the meeting.
+        Raises RuntimeError if other ranks do not come in time, and ConnectionResetError if the wait
+        is aborted or the meeting called off.
         """
         seconds = meeting.timeout if meeting.cancel_path is None else GLOO_RENEWAL_TIMEOUT
         timeout = timedelta(seconds=seconds)
@@ -169,12 +170,15 @@ class Gloo:
         options: Any = None,
         enable_reconfigure: bool = False,  # from torch 2.14 on
     ) -> None:
-        """Make a backend and connect it; called in place of `ProcessGroupGloo.__init__`."""
+        """Initialise `backend` and connect it; called in place of `ProcessGroupGloo.__init__`.
+
+        With `enable_reconfigure`, user code itself connects the backend afterwards.
+        """
         # Use `next_meeting` only once: with debug level DETAIL torch makes a second backend.
         meeting, self.next_meeting = self.next_meeting, None
         if timeout is not None and not isinstance(timeout, timedelta):
             options = timeout
-        if options is not None:  # user code has made these options, which only torch can use
+        if options is not None:  # made by user code: pass these options to torch as they are
             self._init(backend, store, rank, size, options)
             return
         if meeting is None:
@@ -190,13 +194,13 @@ class Gloo:
         self.renew(backend, meeting, rank, size)
 
     def _connect(self, connect: Callable[[Any], None], meeting: Meeting) -> None:
-        """Connect a backend by `connect`, called with the meeting's store.
+        """Connect a backend by calling `connect` with a store that leads to the meeting's store.
 
         Raises ConnectionResetError if the meeting is called off meanwhile.
         """
-        # If the agent can call the meeting off, connect in another thread, which this thread can
-        # leave alone. gloo itself would go on waiting for a rank that has written its address to
-        # the store and has failed afterwards.
+        # If the agent can call the meeting off, connect in another thread, for which this thread
+        # can stop waiting. gloo itself would go on waiting for a rank that has written its address
+        # to the store and has failed afterwards.
         with self._recording_opened():
             if meeting.cancel_path is None:
                 connect(meeting.store)
@@ -224,7 +228,7 @@ class Gloo:
                         self._opened.add(inode)
 
     def abort(self) -> int:
-        """End all waits of this rank in gloo; return the number of connections that were shut down.
+        """End the waits of this rank in gloo; return the number of connections that were shut down.
 
         Any thread may call this.
         """
@@ -271,9 +275,10 @@ class Gloo:
 
 
 def _make_device() -> tuple[Any, int, int]:
-    """Make a network device of gloo as torch does.
+    """Make gloo's network device, on the first interface that GLOO_SOCKET_IFNAME names, if any.
 
-    Returns the device, the port on which it listens, and the inode of the listening socket.
+    Returns the device, the port on which it listens, and the inode of the listening socket. Raises
+    BadEnvironment if gloo cannot make the device.
     """
     before = set(sockets())
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
@@ -317,7 +322,7 @@ def borrowed(fd: int, inode: int) -> Iterator[socket.socket]:
     """Return a context manager that gives a duplicate of a socket of this process, and closes it.
 
     `fd` and `inode` are from `sockets`. Raises OSError if the socket is no internet socket, or if
-    it was closed meanwhile and the descriptor has another inode now.
+    it was closed meanwhile.
     """
     with socket.socket(fileno=os.dup(fd)) as connection:
         if connection.family not in (socket.AF_INET, socket.AF_INET6):
@@ -341,7 +346,10 @@ _waits: list[_Wait] = []
 
 
 def wait(self: dist.Work, *args: Any, **options: Any) -> Any:
-    """Wait as `Work.wait` does, but raise ConnectionResetError if the wait is aborted."""
+    """Wait as `Work.wait` does; an error of gloo gets a plainer message (`reword`).
+
+    Raises ConnectionResetError if `Gloo.abort` has ended a wait for a message from any rank.
+    """
     entry, began = _Wait(self), time.time_ns()
     _waits.append(entry)
     try:

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
-CLOSE_SECONDS = 0.1  # seconds in which gloo closes a connection after its shutdown
+CLOSE_SECONDS = 0.1  # seconds to wait until gloo has closed connections that were shut down
 CHECK_EVERY = 0.005  # seconds between checks whether gloo has closed all connections
 
 _EPOLL = "anon_inode:[eventpoll]"
@@ -88,9 +88,10 @@ def report_once(listener: int) -> None:
 
 
 def watched_with(listener: int) -> list[WatchedSocket]:
-    """Return the other descriptors of the epoll object that watches the socket `listener`.
+    """Return the descriptors that gloo's epoll object watches, without its listening socket.
 
-    Returns no descriptors if Linux does not list them, as in gVisor.
+    `listener` is the inode of this socket, by which the epoll object is found. Returns [] if it is
+    not found, for example in gVisor, which does not list what an epoll object watches.
     """
     for watched in _watched_by_each():
         if any(each.inode == listener for each in watched):

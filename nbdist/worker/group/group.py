@@ -1,9 +1,9 @@
 """A rank's side of the process group of the world: forms the group, aborts it, forms it again.
 
-After an abort the group's backend connects again; before torch 2.14 a new backend replaces it.
-The group's object stays the same, so DDP modules, subgroups and meshes can still be used, unless
-the world's size changes. In each worker the main thread forms the group, and the control thread
-aborts it and forms it again.
+After an abort the group's backend connects again, or a new backend replaces it if it cannot, as
+before torch 2.14. The group's object stays the same, so DDP modules, subgroups and meshes can still
+be used, unless the world's size changes. In each worker the main thread forms the group, and the
+control thread aborts it and forms it again.
 
 Each attempt to form all groups is a generation. In each generation, the members of a group first
 find each other in a store (`Meeting`), and then connect their backends.
@@ -42,7 +42,7 @@ from nbdist.worker.group.stores import (
 # Parts of the store's keys. New ranks of an existing world report under `ARRIVED` that they have
 # come, and `Group.resize` waits for these reports.
 ARRIVED = "arrived"
-# The world's group meets under `WORLD`. Other groups meet under the names that torch gave them.
+# The world's group meets under `WORLD`. Other groups meet under the names that they have in torch.
 WORLD = "world"
 # To connect nccl, the members of a group meet under a longer name, such as `world/is nccl`.
 OF_NCCL = "/is "
@@ -80,7 +80,7 @@ class Group:
         # This store stays the same whenever the group is formed again, because torch keeps it for
         # the `new_group` of user code.
         self._shared = AbortableStore(Meeting(self._store_of(0, WORLD)))
-        # If this rank has no object for a group, it connects one of these backends, because the
+        # Backends for groups for which this rank has no object. They are connected because the
         # other members can connect only together with this rank (`_connect_others`).
         self._stand_ins: list[Any] = []
         self.is_whole = True
@@ -210,7 +210,7 @@ class Group:
     # the survivors.
 
     def form(self) -> None:
-        """Form the world's group, and wait until every rank has joined it.
+        """Form the world's group; in a world that exists already, also connect its other groups.
 
         Ranks of one machine meet in a FileStore, which needs no port and outlives rank 0. Ranks of
         several machines meet in the head's store, by way of their agents. With `--rdzv-backend`
@@ -255,8 +255,8 @@ class Group:
 
         `start` describes this worker in the new world, and `newcomers` are the ranks of new
         workers. Until all of them have come to the store, the old group stays, and the agent can
-        call the resize off. Groups that user code has made before become stale (`refuse_stale`),
-        and DDP modules get the new group.
+        call the resize off. The old group and its subgroups become stale (`refuse_stale`), and DDP
+        modules on the old group get the new one.
         """
         path = cancel_file(start.cancel_path, start.generation)
         self._use_store_of(start.generation, start)
@@ -277,7 +277,7 @@ class Group:
     # --- aborting, and forming again ----------------------------------------------------------
 
     def abort(self) -> int:
-        """End all waits of this rank: in collectives, and for other ranks while it makes a group.
+        """End this rank's waits in collectives, and for other ranks while it makes a group.
 
         Any thread may call this. Returns the number of gloo's connections that were shut down plus
         the number of nccl's backends that were aborted. Raises AbortHangs if nccl's abort does not
@@ -289,9 +289,10 @@ class Group:
     def regroup(self, generation: int, groups: Mapping[str, tuple[int, ...]]) -> None:
         """Connect every group of this rank again, so that the groups' objects can still be used.
 
-        All ranks must call this at the same time. `groups` has the members of each subgroup, by
-        its name, even if this rank has no object for it. Raises RuntimeError if other ranks do not
-        come.
+        All ranks that keep their process must call this at the same time; new ranks call `form`.
+        `groups` has the members of the subgroups of all ranks, by name, as `subgroup_members`
+        returns them. Raises RuntimeError if other ranks do not come in time, and
+        ConnectionResetError if this is called off.
         """
         limit = self._max_generations()
         if limit is not None and generation > limit:
@@ -346,7 +347,10 @@ class Group:
                 connect(side, generation)
 
     def _connect(self, side: GroupSide, generation: int) -> None:
-        """Connect a group's gloo backend again, or make a backend that takes its place."""
+        """Connect a group's gloo backend again, or make a backend that takes its place.
+
+        Do nothing if the group has only nccl.
+        """
         backend = None if side.group is None else seam.gloo_of(side.group)
         if side.group is not None and backend is None:
             return  # the group has no gloo backend, only nccl

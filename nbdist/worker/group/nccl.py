@@ -4,8 +4,8 @@ nccl has an abort, which ends its GPU kernels. But code that waits for these ker
 with meaningless results, so the main thread must be interrupted, too. torch's own watchdog must do
 nothing: workers start with `TORCH_NCCL_ASYNC_ERROR_HANDLING=0`.
 
-In each rank `Group` uses this file, and so does `Probe`, which finds out for which collective the
-main thread waits. `Probe` also reads the collectives of gloo by this file.
+`Group` uses this file, and so does `Probe`, which finds out for which collective the main thread
+waits. `Probe` also reads the collectives of gloo by this file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from nbdist.worker.group.default import instances_of
 from nbdist.worker.group.stores import AbortableStore, Meeting, run_with_timeout
 
 NCCL_START_TIMEOUT, NCCL_RENEWAL_TIMEOUT = 100.0, 25.0
-"""Seconds for all ranks to connect nccl, at the start of a world and when it is healed.
+"""Seconds for all ranks to connect nccl: for a new group, and after a world was healed or scaled.
 
 Both are less than agents wait: 180 s for a start, and 30 s for healing.
 """
@@ -64,7 +64,7 @@ class Nccl:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # An nccl2 backend always uses the store with which it was made. So all backends get this
+        # An nccl2 backend always uses the store with which it was made. So these backends get this
         # store, and whenever one connects, `leading_to` makes the store pass calls to the store
         # where the ranks meet now.
         self.store = _Claimed(Meeting(None))
@@ -112,9 +112,10 @@ class Nccl:
     def connect(self, backend: Any, meeting: Meeting, seat: Seat, timeout: float) -> None:
         """Wait until all ranks have come to the meeting, and connect a backend to them.
 
-        The wait ends with an error if it is aborted, if the meeting is called off, or after
-        `timeout` seconds. Without this method torch would connect in the first collective, where a
-        wait for a rank that has failed could not be aborted.
+        The wait ends with an error if it is aborted, if the meeting is called off, or if it takes
+        too long. The meeting's own timeout limits the wait in the store, and `timeout`, in seconds,
+        the connecting afterwards. Without this method torch would connect in the first collective,
+        where a wait for a rank that has failed could not be aborted.
         """
         with self.store.leading_to(meeting):
             at_store = replace(seat, store=self.store)
@@ -150,7 +151,7 @@ class Nccl:
     def abort(self, backends: Sequence[Any]) -> None:
         """Abort the collectives of these backends, and end the waits of backends that connect now.
 
-        Any thread may call this. Raises AbortHangs if an abort does not end in time.
+        Any thread may call this. Raises AbortHangs if an abort fails or does not end in time.
         """
         self.store.abort()
         with self._aborting:
@@ -169,8 +170,8 @@ def _progress_of(adapter: seam.Adapter) -> Callable[[], bool]:
     """Return a function that tells whether the abort that begins now still makes progress.
 
     The function returns False if no collective has ended for `NCCL_ABORT_TIMEOUT` seconds, or if
-    the abort has taken `NCCL_WHOLE_ABORT_TIMEOUT` seconds. If all collectives have ended, it resets
-    CUDA graphs, for which the abort may be waiting.
+    the abort has taken `NCCL_WHOLE_ABORT_TIMEOUT` seconds. Once all collectives have ended, a call
+    resets all CUDA graphs, for which the abort may be waiting.
     """
     pending, last_end = len(adapter.pending()), time.monotonic()
     deadline = last_end + NCCL_WHOLE_ABORT_TIMEOUT
@@ -226,7 +227,8 @@ class UnderWay:
         # For each class of nccl, the number of Flight Recorder's first entry after the groups were
         # last formed.
         self._first = dict.fromkeys(seam.ADAPTERS if is_used else (), 0)
-        # For each group, the number of its last collective before the groups were last formed.
+        # For each group, the number of its last collective before the groups were last formed. Only
+        # for nccl2, whose numbers do not begin again.
         self._before: dict[str, int] = {}
 
     def pending(self) -> Pending:
@@ -254,7 +256,10 @@ class UnderWay:
         return tuple(collectives[::-1])
 
     def last(self) -> Collective | None:
-        """Return the collective of nccl that was begun last; None if there is none."""
+        """Return the collective of nccl that was begun last; None if there is none.
+
+        Sends and receives do not count.
+        """
         newest = [each for name in self._first for each in islice(self._collectives(name), 1)]
         if not newest:
             return None
@@ -298,7 +303,7 @@ class UnderWay:
 # --- gloo's collectives, by torch's Flight Recorder -----------------------------------------------
 
 MAX_REPORTED = 64
-"""The most collectives of a rank that are reported to the agent.
+"""The most collectives of gloo, and of each nccl class, that a rank reports to the agent.
 
 They are compared with the collectives of other ranks. Ranks are rarely further apart than this.
 """
@@ -342,7 +347,10 @@ class Recording:
         self._first = next((e["record_id"] + 1 for e in torch_seam.recorded_collectives()), 0)
 
     def counts(self) -> dict[str, Counts]:
-        """Return the `Counts` of each gloo backend, by the number that torch has given it."""
+        """Return the `Counts` of gloo's backends, by the number that torch has given a backend.
+
+        A backend that was connected again may be missing until it has begun a collective.
+        """
         by_number, unknown = {}, set()
         for number, status in torch_seam.recorded_groups().items():
             before, begun = self._before.get(number), int(status["last_enqueued_collective"])
@@ -374,7 +382,8 @@ class Recording:
     def begun(self, counts: Mapping[str, Counts], since_ns: int) -> tuple[Begun, ...]:
         """Return the collectives of gloo that were begun since `since_ns`, the oldest first.
 
-        At most the last `MAX_REPORTED` are returned. `counts` is the present result of `counts`.
+        At most the last `MAX_REPORTED` are returned. The argument `counts` is the present result of
+        the method `counts`.
         """
         if self._kept_begun is None or self._kept_begun[0] != (counts, since_ns):
             of_cell = takewhile(lambda e: e["time_created_ns"] >= since_ns, self._entries())
@@ -387,7 +396,7 @@ class Recording:
     def last(self) -> Collective | None:
         """Return the collective of gloo that was begun last; None if there is none.
 
-        If Flight Recorder is full, this takes 8 ms.
+        If Flight Recorder is full, this can take 8 ms.
         """
         counts = self.counts()
         if self._kept_last is None or self._kept_last[0] != counts:

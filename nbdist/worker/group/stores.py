@@ -56,9 +56,9 @@ The message begins like gloo's message after an abort, so that both are recognis
 class Meeting:
     """The store in which the members of a group find and wait for each other, before they connect.
 
-    A wait lasts at most `timeout` seconds. `number` must not have been used in this store before.
-    To end the waits, for example because a member has failed, the agent makes the file
-    `cancel_path`: this calls the meeting off. Without a path it cannot be called off.
+    By default a wait lasts at most `timeout` seconds. `number` must not have been used in this
+    store before. To end the waits, for example because a member has failed, the agent makes the
+    file `cancel_path`: this calls the meeting off. Without a path it cannot be called off.
     """
 
     store: Any
@@ -142,7 +142,7 @@ def _forward(name: str) -> Any:
 class AbortableStore(_PythonStore):
     """Passes calls to the store of a `Meeting`, which `leading_to` can change.
 
-    Waits are done here, in Python, and not in that store, so that they can be aborted.
+    Waits are done in Python, and not in torch's C++ code, so that they can be aborted.
     """
 
     set: Any = _forward("set")
@@ -166,7 +166,7 @@ class AbortableStore(_PythonStore):
         return f"<AbortableStore {state if self._awaited else 'at rest'}>"
 
     def abort(self) -> None:
-        """Make each wait raise ConnectionResetError, also later waits until `start_over`.
+        """Make waits for keys that are not set raise ConnectionResetError, until `start_over`.
 
         Any thread may call this.
         """
@@ -180,7 +180,8 @@ class AbortableStore(_PythonStore):
     def leading_to(self, meeting: Meeting) -> Iterator[None]:
         """Within this context, pass calls to the store of another meeting.
 
-        If another thread is in this context, wait until it has left.
+        If another thread is in this context, wait until it has left. Raises RuntimeError if it does
+        not leave within the timeout of `meeting`.
         """
         if not self._turn.acquire(timeout=meeting.timeout):
             raise RuntimeError("another thread is making a group, and does not come to an end")
@@ -202,8 +203,9 @@ class AbortableStore(_PythonStore):
     ) -> list[bytes]:
         """Wait until all keys are set; with `values` return their values, else [].
 
-        While a thread is in this function, `Probe` reports that the thread waits for other ranks.
-        Raises DistStoreError at the timeout, and ConnectionResetError after `abort`.
+        While the main thread is in this function and keys are missing, `Probe` reports that the
+        thread waits for other ranks. Raises DistStoreError at the timeout, and ConnectionResetError
+        if the wait is aborted or the meeting called off.
         """
         store = self.meeting.store
         allowed = timedelta(seconds=self.meeting.timeout) if timeout is None else timeout
@@ -214,8 +216,9 @@ class AbortableStore(_PythonStore):
             inner = store
             while isinstance(inner, PrefixStore):
                 inner = inner.underlying_store
-            # Do not poll if the inner store is an AbortableStore for an AgentStore: the inner store
-            # waits without polling, and its waits are aborted together with those of this store.
+            # Do not poll if the inner store is an AbortableStore with torch's extended API, such as
+            # one for an AgentStore: the inner store waits in its own way, and its waits are aborted
+            # together with those of this store.
             if not (isinstance(inner, AbortableStore) and inner.has_extended_api()):
                 self._poll(keys, allowed)
             elif not values:
@@ -253,7 +256,7 @@ class AbortableStore(_PythonStore):
             self.set(key, value)
 
     def pass_on(self, name: str, *args: Any) -> Any:
-        """Call the method `name` of the meeting's store."""
+        """Call the method `name` of the meeting's store, and return its result."""
         return getattr(self.meeting.store, name)(*args)
 
 

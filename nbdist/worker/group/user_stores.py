@@ -3,7 +3,7 @@
 A TCPStore waits in C++ for a key, or in its constructor for the other workers, and ignores signals.
 The wait raises DistNetworkError if the connection to the store's server is shut down, even if the
 server is in the same process. Importing this file replaces `TCPStore.__init__` by a function that
-records the stores' ports. In each worker, the control thread calls `end_wait`.
+records the stores' ports. When Stop should end such a wait, the control thread calls `end_wait`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ else:
     POLLS, RECEIVES = {73}, {207}
 
 _ports = set[int]()
-"""Ports of the servers of all TCPStores in this process."""
+"""Ports of the servers of the TCPStores that this process has made."""
 
 
 def end_wait(frame: FrameType | None) -> None:
@@ -67,9 +67,9 @@ def _port_of(fd: int, inode: int) -> int | None:
 
 
 def _awaited_descriptor() -> int | None:
-    """Return the descriptor for which the main thread waits in a system call.
+    """Return the descriptor for which the main thread waits in poll, ppoll or recvfrom.
 
-    Returns None if the thread waits for no descriptor, or for several.
+    Returns None if the thread is in no such system call, or waits for several descriptors.
     """
     try:
         number, *arguments = system_call()
