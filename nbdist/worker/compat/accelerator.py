@@ -1,8 +1,9 @@
 """Functions for the rank's accelerator, of any kind that torch supports; tried with CUDA only.
 
-The files of `nbdist.worker` use them. Functions that torch 2.7 has in `torch.accelerator` are
-called there. Other functions, for memory and random numbers, are called in the module of the
-device, such as `torch.cuda`; they have the same names for all kinds of devices.
+Code that runs in workers uses them. Functions that torch 2.7 has in `torch.accelerator` are called
+there. Functions for memory and random numbers are called in the module of the device, such as
+`torch.cuda`; they have the same names for all kinds of devices. `graph` and `nccl_version` are for
+CUDA only.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ def graph() -> type:
 
 
 def use(device: torch.device) -> None:
-    """Make the device this process's current one; raise RuntimeError if torch cannot use it."""
+    """Make `device` the calling thread's current one; raise RuntimeError if torch cannot use it."""
     torch.accelerator.set_device_index(device)
 
 
 def synchronize() -> None:
-    """Wait until all work on the accelerator is done; Stop does not end this wait."""
+    """Wait until the accelerator has done this process's work; Stop does not end this wait."""
     torch.accelerator.synchronize()
 
 
@@ -67,7 +68,7 @@ def names() -> list[str]:
     return [_module().get_device_name(n) for n in range(torch.accelerator.device_count())]
 
 
-# --- memory, in bytes, of an accelerator in use -----------------------------------------------
+# --- memory in bytes, random numbers and the profiler -----------------------------------------
 
 
 def index() -> int:

@@ -21,9 +21,9 @@ from typing import Any
 from nbdist.wire.places import CELL_FILE
 
 # pydevd reads these variables when it is imported.  The first two make a step go from a statement
-# of a cell to the next statement, although IPython runs each statement alone.  They name the
-# functions that call a statement: IPython's `run_code`, and `WorkerShell.run_code` around it.  The
-# third variable avoids a warning about standard modules whose source pydevd cannot debug.
+# of a cell to the next statement, although IPython runs each statement alone.  The second names
+# the functions that call a statement: IPython's `run_code`, and `WorkerShell.run_code` around it.
+# The third variable avoids a warning about standard modules whose source pydevd cannot debug.
 IMPORT_ENVIRON: Mapping[str, str] = {
     "PYDEVD_IPYTHON_COMPATIBLE_DEBUGGING": "1",
     "PYDEVD_IPYTHON_CONTEXT": "interactiveshell.py,run_code,run_code",
@@ -77,7 +77,7 @@ class DebugSession:
     """
 
     def __init__(self) -> None:
-        """Trace all threads of this process; `connect` serves the client after that.
+        """Trace the user's threads in this process; call `connect` next to serve the client.
 
         The calling thread is not traced: it belongs to the debugger, as pydevd's own threads do.
         """
@@ -104,7 +104,7 @@ class DebugSession:
             constants.ARGUMENT_PPID: 0,
         }
         self._debugger = debugger = pydevd.PyDB()
-        # Trace all threads before the first request is read, as `pydevd.settrace` does.
+        # Trace the threads before the first request is read, as `pydevd.settrace` does.
         debugger.writer = comm.WriterThread(
             constants.NULL, debugger, terminate_on_socket_close=False
         )

@@ -1,8 +1,8 @@
-"""All uses of private names of IPython, ipykernel and pdb, behind functions of nbdist.
+"""Functions and classes that use private names of IPython, ipykernel and pdb.
 
-The files of `nbdist.worker` call these functions and classes. They were tried with IPython 7.34 to
-9.18 and ipykernel 6.17 to 7.4. pdb reads commands by `input()`, so the debugger's prompt is shown
-in the notebook like the prompt of any `input()`.
+The files of `nbdist.worker` call them. They were tried with IPython 7.34 to 9.18 and ipykernel 6.17
+to 7.4. pdb reads commands by `input()`, so the debugger's prompt is shown in the notebook like the
+prompt of any `input()`.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def write_cache_whole(cache: Any) -> None:
 # --- the debugger --------------------------------------------------------------------------
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
-# Packages whose calls are above the calls of a cell or script on the stack.
+# Packages whose functions call the code of a cell or script, directly or not.
 OUTER_PACKAGES = (
     "IPython",
     "ipykernel",
@@ -267,8 +267,8 @@ def is_statement(frame: FrameType) -> bool:
 class Debugger(InterruptiblePdb):
     """IPython's debugger, changed for workers.
 
-    The debugger shows only the user's calls, and steps only through them. Stop ends debugging and
-    the cell.
+    The debugger does not stop in calls of nbdist and IPython (`is_around`). In the stack it leaves
+    out such calls before and after the user's calls. Stop ends debugging and the cell.
     """
 
     was_used = False
@@ -348,7 +348,10 @@ class Debugger(InterruptiblePdb):
         return not is_around(frame) and bool(super().stop_here(frame))
 
     def get_stack(self, *args: Any, **options: Any) -> tuple[FrameStack, int]:
-        """Return the user's frames, innermost last, and the index of the frame that is shown."""
+        """Return the stack from the user's outermost to the user's innermost frame, and an index.
+
+        The stack has (frame, line) of each call. The index is that of the frame that is shown.
+        """
         stack, index = super().get_stack(*args, **options)
         # Cut off the frames before the first and after the last of the user's frames. If none is
         # the user's, keep all.
@@ -369,7 +372,7 @@ class Debugger(InterruptiblePdb):
 def remove_pdb_names(frame: FrameType) -> None:
     """Remove the names `__return__` and `__exception__` that pdb has bound in a cell's frame.
 
-    In a cell these names would become variables of the user. Other frames keep them.
+    In a cell these names would become variables of the user. The frames of functions keep them.
     """
     if frame.f_locals is frame.f_globals:
         for name in ("__return__", "__exception__"):
@@ -377,7 +380,7 @@ def remove_pdb_names(frame: FrameType) -> None:
 
 
 def leave_debugger() -> None:
-    """Turn debugging off after a task, and drop all references of debuggers to frames."""
+    """Turn debugging off after a task, and drop frames that debuggers would keep alive."""
     if not Debugger.was_used:
         return
     Debugger.was_used = False
@@ -411,7 +414,7 @@ DEBUGGER_LEFT = "`q` left the debugger and ended the cell on this rank"  # BdbQu
 
 
 def use_debugger(stop_at: Callable[[FrameType | None], bool]) -> None:
-    """Make all functions that start a debugger, such as `breakpoint()`, use `Debugger`.
+    """Make the functions of Python, IPython and torch that start a debugger use `Debugger`.
 
     `breakpoint()` first calls `stop_at` with its caller's frame.  If a front end such as JupyterLab
     debugs this process, `stop_at` pauses in this frame for the front end, and returns True.  If

@@ -1,6 +1,6 @@
-"""All uses of private names of torch's modules, DDP and FSDP2, behind functions of nbdist.
+"""Functions that use private names of `torch.nn.Module`, DDP, FSDP2 and device meshes.
 
-The files of `nbdist.worker` call these functions.
+Code that runs in workers calls these functions.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def set_buckets(model: Any, buckets: Sequence[Sequence[int]]) -> bool:
 def reset_fsdp_step(module: Any) -> None:
     """Make a root FSDP2 module forget an interrupted iteration.
 
-    Do nothing if another FSDP2 module contains the module, and before torch 2.13.
+    Do nothing if another FSDP2 module contains the module, if its forward was never called, or
+    before torch 2.13.
     """
     if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:
         module.reset_iter_state()
@@ -148,8 +149,9 @@ def sharding_of(module: Any) -> tuple[int, Any, dict[str, Any], dict[str, Any]]:
     """Return how an FSDP2 module was sharded: (id of the call, mesh, options, settings).
 
     Modules that were sharded by the same call of `fully_shard` have the same id. The options are
-    arguments of that call, and the settings were set on the module since. If the module has no
-    parameters of its own, the mesh is that of an inner module.
+    arguments of that call. The settings are flags and numbers that can be set on the module later,
+    with their present values. If the module has no parameters of its own, the mesh is that of an
+    inner module, or None.
     """
     state = module._get_fsdp_state()
     inside = [group for inner in module.modules() for group in _fsdp_groups(inner)]

@@ -44,10 +44,11 @@ OF_OWN_GPU = re.compile(r"\bcuda\b", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """The data with which a rank connects its nccl backend to the other `members` of a group.
+    """The data with which a rank connects its nccl backend to the other members of a group.
 
-    `position` is the index of this rank among the members, and `device` its GPU. The ranks meet in
-    `store`, under a `number` that was not used there before.
+    `members` are the ranks of the group, this rank among them. `position` is the index of this rank
+    among the members, and `device` its GPU. The ranks meet in `store`, under a `number` that was
+    not used there before.
     """
 
     store: Any
@@ -284,6 +285,7 @@ def when_nccl2_is_made(make: Callable[[Callable[[Any], Any], Any], Any]) -> None
     """Make torch call `make(create, options)` whenever it makes an nccl2 backend, from now on.
 
     `create(options)` makes the backend without connecting it, and `make` must return the backend.
+    `make` is not called if user code will connect the backend itself (`enable_reconfigure`).
     """
     for name in ("nccl", "nccl2"):
         if plugin := _plugin_of_nccl2(name):

@@ -1,6 +1,6 @@
-"""All uses of private names of torch's groups and backends, behind functions of nbdist.
+"""Functions that use private names of torch's process groups and their backends.
 
-The files of `nbdist.worker` call these functions. They were tried with torch 2.7 to 2.15. Comments
+Code that runs in workers calls these functions. They were tried with torch 2.7 to 2.15. Comments
 say how versions differ, and `check` says what the installed version lacks.
 """
 
@@ -119,7 +119,7 @@ def count_collectives(group: ProcessGroup) -> int:
 
 
 def default_store() -> Any:
-    """Return the store through which the ranks of the default group found each other."""
+    """Return the store that torch keeps for the default group."""
     return distributed_c10d._get_default_store()
 
 
@@ -183,7 +183,7 @@ def check_timeout(timeout: object) -> None:
 
 
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Set the timeout of all collectives of a group from now on."""
+    """Set the timeout of a group's later collectives; before torch 2.9 gloo keeps its timeout."""
     distributed_c10d._set_pg_timeout(timeout, group)
 
 
@@ -208,7 +208,10 @@ def name_groups(choose: Callable[[str, Sequence[int], bool], str]) -> None:
 
 
 def gloo_of(group: ProcessGroup) -> Any:
-    """Return the group's gloo backend; None if the group has none."""
+    """Return the group's gloo backend; None if the group has none.
+
+    At debug level DETAIL, return torch's wrapper around this backend.
+    """
     for device in group._device_types:
         backend = group._get_backend(device)
         if backend.name() == "gloo":

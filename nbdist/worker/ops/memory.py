@@ -33,7 +33,7 @@ from nbdist.worker.compat import accelerator
 from nbdist.worker.compat.models import parts_of
 from nbdist.worker.namespace import Context
 
-MAX_SHOWN = 12  # the most variables that a report lists
+MAX_SHOWN = 12  # the most entries in each list of a report (`Memory.held`, `Memory.kept`)
 
 
 class Peaks:
@@ -48,7 +48,7 @@ class Peaks:
         self._rss = self._on_gpu = 0
 
     def begin(self) -> None:
-        """Record the counters of peak memory; called when a cell begins."""
+        """Record the counters of peak memory; called before user code runs."""
         self._rss, self._on_gpu = _peak_rss(), accelerator.peak_allocated()
 
     def memory(self, pss: int) -> Peak:
@@ -73,8 +73,8 @@ PEAKS = Peaks()  # a single object, because a process runs one cell at a time
 
 # --- measuring --------------------------------------------------------------------------
 
-# Seconds after which a search ends. If a rank has a million tensors, the report has the tensors
-# that were found by then.
+# Seconds of processor time after which a search ends. If a rank has a million tensors, the report
+# has the tensors that were found by then.
 SEARCH_SECONDS = 2.0
 
 
@@ -167,7 +167,7 @@ def reserve_addresses() -> None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True if an exception or its cause says that an allocation has failed.
+    """Return True if an exception, or one of its causes, says that an allocation has failed.
 
     The allocation may have been on the CPU or on a GPU.
     """
@@ -264,8 +264,9 @@ NOT_LOOKED_INTO = (
 class Search:
     """Searches variables for tensors, arrays and other large values, each piece of memory once.
 
-    The search ends after `seconds` of processor time. `results` has what was found so far.
-    `is_whole` is False if not everything was searched.
+    The search ends after `seconds` of processor time, or after `MAX_SEARCHED_OBJECTS` objects.
+    `results` has what was found so far. `is_whole` is False if a limit has ended the search, or
+    if an object could not be read.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -428,7 +429,10 @@ def _measure_value(name: str, value: Any) -> tuple[NameMemory, int] | None:
 
 
 def _measure_tensor(name: str, tensor: torch.Tensor) -> tuple[NameMemory, int]:
-    """Return (memory, address) of a tensor's storage; a DTensor counts as only this rank's part."""
+    """Return (memory, address) of a tensor's storage; a DTensor counts as only this rank's part.
+
+    A tensor that is sparse or on the device "meta" counts as 0 bytes.
+    """
     part: Any = tensor
     if hasattr(type(part), "to_local"):
         with torch.no_grad():
@@ -501,8 +505,9 @@ def clean(context: Context) -> Cleaned:
 def forget_errors(shell: Any, raised: BaseException | None = None) -> None:
     """Drop the last exception wherever Python and IPython keep it.
 
-    Also clear the local variables of all calls in its traceback, and in the traceback of `raised`.
-    So their memory is released even if something still refers to the exception or to a frame.
+    Also clear the local variables of the calls in its traceback, and in the traceback of `raised`,
+    if these calls have ended. So the memory of these variables is released even if something still
+    refers to the exception or to a frame.
     """
     for error in [*last_errors(shell, raised)]:
         for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -521,5 +526,5 @@ def forget_errors(shell: Any, raised: BaseException | None = None) -> None:
 
 
 def _memory() -> tuple[int, int, int]:
-    """Return PSS, and the allocated and the reserved GPU memory: the fields of `Cleaned`."""
+    """Return PSS, and the allocated and the reserved GPU memory, in the order of `Cleaned`."""
     return pss_now(), accelerator.allocated(), accelerator.reserved()

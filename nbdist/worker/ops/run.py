@@ -123,7 +123,10 @@ def spot(frames: Sequence[FrameType]) -> RankPosition | None:
 
 
 def _is_own(file: str, program: Script) -> bool:
-    """Return True for the script's file and files in its folder, except installed packages."""
+    """Return True for the script's file, and for files of the user below the script's folder.
+
+    Files of Python, of installed packages and of nbdist are not the user's.
+    """
     if file == program.file:
         return True
     below = file.removeprefix(program.root + os.sep)
@@ -141,8 +144,8 @@ def _is_own(file: str, program: Script) -> bool:
 def _run_python(shell: Any, program: Script, args: Sequence[str]) -> None:
     """Run a Python script, and trigger IPython's events before and after it, as for a cell.
 
-    An exception that ends the script is shown and raised. Raises ScriptProblem if the script exits
-    with another code than 0.
+    An exception that ends the script is shown and raised; a BdbQuit is raised only. Raises
+    ScriptProblem if the script exits with another code than 0.
     """
     # Otherwise `%dist_debug` would find the exception of an earlier cell.
     shell.last_execution_result = None
@@ -427,7 +430,7 @@ def _receive_call(
     """Unpack a function of the notebook and its arguments, for the rank that runs this op.
 
     Return the function, its positional arguments and its keyword arguments. The notebook's
-    variables that the function uses are bound in the worker until the op ends. The parameters are
+    variables that the function uses are bound by `lent_names` until the op ends. The parameters are
     those of `call`.
     """
     context.title = title
@@ -444,7 +447,7 @@ def _as_in_a_cell(context: Context) -> Iterator[None]:
     """Within this context, user code is treated like the code of a cell.
 
     The names that the code binds and deletes are recorded in `context`. An exception that leaves
-    the context is shown, and raised again.
+    the context is shown, except for BdbQuit, and raised again.
     """
     shell = context.shell
     with context.record_changes():
@@ -475,9 +478,10 @@ def lent_names(
     except for the names in `replaced`.
 
     At the end of the context, the notebook's variables are removed, and the names in `replaced` get
-    the worker's values again. There is one exception: if the call has bound other names, by
-    `global`, their values may be functions that use the notebook's variables. Then the notebook's
-    variables stay bound, and the next call may replace them.
+    the worker's values again. Names that the call itself has bound, by `global`, keep their new
+    values. These may be functions that use the notebook's variables. So if the call has bound any
+    name, the notebook's variables that the worker did not have stay bound, until a later call
+    brings others.
     """
     namespace, bound = context.names, {*context.bound}
     covered = {n: namespace[n] for n in replaced if n in names and n in namespace}

@@ -3,8 +3,8 @@
 The usual pickles of these objects would contain process groups, which cannot be pickled. So the
 pickle of a rank's variables has a `Mesh` in place of each mesh, and a number in place of each
 DTensor. The rank's shards of the DTensors are in a second pickle, which other ranks may read, too.
-A module is written as it was before `fully_shard`, with the arguments of that call. The snapshot
-ops use this module in each rank.
+An FSDP2 module is written as it was before `fully_shard`, with the arguments of that call. The ops
+in `snapshot.py` use this file.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Sharding:
 
     mesh: Any
     options: dict[str, Any]
-    settings: dict[str, Any]  # set after the call, such as whether gradients are reduced
+    settings: dict[str, Any]  # flags and numbers, such as whether gradients are reduced
 
 
 # --- write ------------------------------------------------------------------------------
@@ -239,9 +239,9 @@ def _shard(sharding: Sharding, modules: Sequence[Any]) -> None:
 
 
 def _parameters(module: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield (module, name, parameter) for each parameter that `fully_shard` shards with a module.
+    """Yield (module, name, parameter) for each parameter of a module and of its inner modules.
 
-    Inner modules that were sharded by another call are left out.
+    Inner modules that were sharded by another call of `fully_shard` are left out.
     """
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         yield module, name, parameter
@@ -251,9 +251,10 @@ def _parameters(module: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 def is_sharded(value: Any) -> bool:
-    """Return True if this rank has only a part of a value.
+    """Return True if a value is sharded, so that a rank has only a part of it.
 
-    The value is a DTensor, or a module or optimizer that has such DTensors as parameters.
+    This is said of a DTensor that is split over several ranks, of a module or optimizer with such
+    parameters, and of any module that contains an FSDP1 module.
     """
     if isinstance(value, torch.nn.Module):
         fsdp1 = dist_class("fsdp", "FullyShardedDataParallel")

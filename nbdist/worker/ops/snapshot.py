@@ -113,8 +113,9 @@ def write(
 ) -> Written:
     """Write variables of this rank to a new file in the snapshot's folder.
 
-    `wanted` has the names by rank. If a variable cannot be pickled, it is left out if `leave_out`
-    is True, and otherwise nothing is written. In both cases the result has the reason.
+    `wanted` has the names by rank; names that are not bound on this rank are passed over. If a
+    variable cannot be pickled, it is left out if `leave_out` is True, and otherwise nothing is
+    written. In both cases the result has the reason.
     """
     namespace, rank = context.names, context.rank
     # Put the names that all ranks write first. Then a sharded tensor has the same number on all
@@ -280,8 +281,9 @@ def _split(frames: list[memoryview]) -> tuple[list[memoryview], list[memoryview]
 def bind(context: Context, *, names: Sequence[str] | None, with_random: bool) -> tuple[str, ...]:
     """Bind the variables that `load` has read: those in `names`, or all if `names` is None.
 
-    Return the names of these variables. Global variables that functions and classes of the snapshot
-    use are bound too, if this rank lacks them. With `with_random`, also set the random states.
+    Return the names of these variables. The snapshot may have further global variables, which its
+    functions and classes use: they are bound, too, if this rank lacks them. With `with_random`, the
+    random states are set, too.
     """
     namespace, contents = context.names, context.namespace.pop_received().values
     # Modules keep hooks by number. Count on from the snapshot's numbers, so that no new hook gets

@@ -1,8 +1,9 @@
 """Ops that move values between the notebook and a rank, or from one rank to others by collectives.
 
 The kernel of each rank calls these ops, for `%dist_gather`, `%dist_push`, `%dist_sync` and
-restarts. `push`, `scatter` and `sync` only receive values. A second op binds the values once all
-ranks have received theirs, so that no rank has new values if another rank fails.
+restarts. `push`, `scatter` and `sync` keep the values that a rank receives, and do not bind them. A
+second op binds the values once all ranks have received theirs, so that no rank has new values if
+another rank fails.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def gather(context: Context, expressions: Sequence[str], *, joins: bool = False)
 def last_value(context: Context, of: str) -> Brought:
     """Return the big last value of a cell, which this rank has kept, packed for the notebook.
 
-    `of` is the id of the cell's task.
+    `of` is the id of the cell's task. If this rank does not have the value any more, the result has
+    the reason.
     """
     return context.namespace.lend_kept(of, context.task_id)
 
