@@ -311,7 +311,7 @@ class Debugger(InterruptiblePdb):
             self._stopped = stop.with_traceback(None)
 
     def user_return(self, frame: FrameType, value: Any) -> None:
-        """Pause where a call returns; if a statement of a cell has ended, step to the next one."""
+        """Pause where a call returns; after a statement of a cell, step to the next statement."""
         if is_statement(frame):
             self._is_between = True
             self.set_step()

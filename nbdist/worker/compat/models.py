@@ -71,9 +71,10 @@ def buckets_of(model: Any) -> list[list[int]] | None:
 
 
 def set_buckets(model: Any, buckets: Sequence[Sequence[int]]) -> bool:
-    """Make a DDP module reduce gradients in these buckets.
+    """Make a DDP module reduce gradients in these buckets, and return True.
 
-    Return False if the buckets do not fit the module's parameters.
+    Each bucket is a list of numbers of parameters. Do nothing and return False if the buckets do
+    not fit the module's parameters.
     """
     parameters, are_sparse = model._build_params_for_reducer()
     if sorted(number for bucket in buckets for number in bucket) != [*range(len(parameters))]:

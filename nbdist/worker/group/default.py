@@ -184,9 +184,9 @@ class DefaultGroup:
         if self._kept is not None:
             return self._init(*call.args, **call.kwargs)
         is_in_place = self.is_in_place
-        # User code asks for another group if it passes a store or another size. If it has made a
-        # default group already, torch's function raises an error. All ranks must pass the same
-        # store and size, so all of them decide alike.
+        # When the world's group is not in place, user code asks for another group by a store or
+        # another size. If user code has made a default group already, torch's function raises an
+        # error. All ranks must pass the same store and size, so all of them decide alike.
         is_another = (
             dist.is_initialized()
             or arguments.get("store") is not None
@@ -390,7 +390,10 @@ def bucket_layout(net: Any) -> list[list[int]]:
 
 
 def set_bucket_layout(net: Any, layout: list[list[int]]) -> None:
-    """Set the buckets of an unpickled DDP module, if the layout fits the module's parameters."""
+    """Set the buckets of an unpickled DDP module, if the layout fits the module's parameters.
+
+    `layout` is a result of `bucket_layout`.
+    """
     if models_seam.set_buckets(net, layout):
         _given_layouts[net] = layout
 

@@ -181,7 +181,7 @@ class Group:
     def wait_for_nccl(self, line: int) -> None:
         """Wait, at the end of a cell, for the collectives of nccl that the cell has begun.
 
-        Meanwhile `line`, the number of the cell's last line, is shown as the rank's position.
+        Meanwhile `line`, the number of a line of the cell, is shown as the rank's position.
         Raises DistBackendError if nccl has ended the collectives because of an error.
         """
         adapters = {nccl.adapter_of(each) for each in self._nccl_backends()}
@@ -280,8 +280,8 @@ class Group:
         """End this rank's waits in collectives, and for other ranks while it makes a group.
 
         Any thread may call this. Returns the number of gloo's connections that were shut down plus
-        the number of nccl's backends that were aborted. Raises AbortHangs if nccl's abort does not
-        end.
+        the number of nccl's backends that were aborted. Raises AbortHangs if nccl's abort fails or
+        does not end in time.
         """
         self._shared.abort()
         return self._gloo.abort() + self._abort_nccl()

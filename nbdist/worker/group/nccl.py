@@ -53,7 +53,7 @@ ABORT_STEP = 1.0  # seconds between two checks whether an abort still makes prog
 
 
 class AbortHangs(RuntimeError):
-    """An abort of nccl did not end in time, so the group needs a new process for this rank."""
+    """An abort of nccl failed or did not end in time, so this rank needs a new process."""
 
 
 class Nccl:

@@ -277,8 +277,9 @@ STORE_IN_CHILD = "a process forked by the rank cannot use the world's store"
 class StoreConnections:
     """Connections of this worker to the agent's socket for the store, one for each open request.
 
-    If the agent is lost, each call of `ask` raises ConnectionError. `silence` is the number of
-    seconds for which the agent itself may have to wait for the head before it answers.
+    Some idle connections are kept for later requests. If the agent is lost, each call of `ask`
+    raises ConnectionError. `silence` is the number of seconds for which the agent itself may have
+    to wait for the head before it answers.
     """
 
     # Do not use a lock: if another thread held the lock while the process was forked, nobody would

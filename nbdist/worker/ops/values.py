@@ -125,7 +125,7 @@ def inspect(
 
 
 def keep(context: Context, names: Sequence[str]) -> Payload:
-    """Pack variables of this rank with the keys of their objects, before its process is replaced.
+    """Pack variables of this rank with the keys of their objects, before this process is replaced.
 
     `give_back` binds them again in the new process of the rank.
     """
