@@ -36,7 +36,8 @@ def serve_head(number: int) -> str:
     """Run the agent of a world on several machines, whose head is at the addresses in the ticket.
 
     The ticket comes on stdin.  `number` is this node's number; with -1 the head chooses one.
-    Returns "", or why the agent could not start or has given up its connection to the head.
+    Returns "", or a problem, such as that the head cannot be reached.  Exits with a message if no
+    process can be started.
     """
     from nbdist.cluster.client import NoWay, find_route, read_ticket
     from nbdist.cluster.ticket import BadTicket

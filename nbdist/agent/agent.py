@@ -46,16 +46,15 @@ from nbdist.wire.queries import WorldInfo
 if TYPE_CHECKING:
     from nbdist.cluster.client import HeadLink, Way
 
-RELEASE_TIMEOUT = 1.0  # seconds for workers to release values that the notebook has read
+RELEASE_TIMEOUT = 1.0  # seconds for workers to answer that they have released returned values
 
 
 class Agent:
     """Runs the workers of this machine as messages request, and sends their outputs back.
 
-    The messages come from the notebook.  If `route` is given, the world has several machines: the
-    messages come from its head, at the address in `route`, and the ranks form their groups through
-    the head's store.  Without `route` the ranks form their groups through a file.  Requests that
-    start, heal, scale or stop the world are carried out one after the other.
+    Without `route` the messages come from the notebook, and by default the ranks form their groups
+    through a file.  With `route`, which has the address of a head, the messages come from the head,
+    and by default the ranks form their groups through the head's store.
     """
 
     def __init__(
@@ -147,7 +146,8 @@ class Agent:
         """Queue an output of a rank for the notebook, and tell `Supervision` of the output at once.
 
         `Supervision` finds ranks that wait for ever.  It is in this process, or in the head if the
-        world has one.  The head gets only a short form of the outputs that matter (`fact_of`).
+        world has one.  To tell a head, a small copy of the output is sent at once, if the output
+        matters to `Supervision` (`fact_of`).
         """
         if self._notebook is not None:
             self._notebook.observe(rank, task_id, output)

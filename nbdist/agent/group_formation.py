@@ -35,12 +35,12 @@ class NodeWorkers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Formation:
-    """The world's ranks after a start, a heal or a scale, and how their numbers have changed.
+    """The world's ranks after a start, a heal or a change of the size.
 
-    `pids` has the ranks' process ids, and `logs` their log folders.  `change` says how the ranks'
-    numbers have changed.  `problem` says why not all ranks share the group, or is "".  `not_scaled`
-    says why a request to scale the world was not carried out, or is "".  `missing` has sentences
-    about things that the workers' torch or IPython lacks.
+    `pids` has the ranks' process ids, and `logs` their log folders, both by rank.  `change` says
+    how the ranks' numbers have changed.  `problem` says why not all ranks share the group, or is
+    "".  `not_scaled` says why a request to scale the world was not carried out, or is "".
+    `missing` has sentences about things that the workers' torch or IPython lacks.
     """
 
     spec: WorldSpec
@@ -69,7 +69,7 @@ class GroupFormation:
         self._logs: dict[int, str] = {}
 
     async def start(self, spec: WorldSpec) -> Formation | StartFailure:
-        """Start all ranks of the world.  If a rank fails, stop all ranks and return the failure."""
+        """Start all ranks of the world; if a rank fails, stop all ranks and return the failure."""
         self.spec = spec
         self.attempt += 1
         self.generation = self._sized_in = 1
@@ -94,7 +94,7 @@ class GroupFormation:
         return Formation(self.spec, pids, logs, change, problem, not_scaled)
 
     async def stop(self, grace: float) -> None:
-        """Stop all workers.  Idle workers have `grace` seconds to exit; all others are killed."""
+        """Stop all workers: idle workers have `grace` seconds to exit, others are killed."""
         if self.spec is not None:
             await self._stop(range(self.spec.world_size), grace, drops=True)
 
@@ -110,8 +110,8 @@ class GroupFormation:
         """Start the ranks that have no live process, and form the group of all ranks again.
 
         If a rank has no live process after an attempt, the attempt is repeated, up to `HEAL_TRIES`
-        attempts in all.  If a machine does not answer which of its ranks are alive, no worker is
-        started or killed.  `spec`, if given, becomes the world's spec.
+        attempts in all.  An attempt in which a machine does not answer which of its ranks are alive
+        is the last, and starts or kills no worker.  `spec`, if given, becomes the world's spec.
         """
         self.spec = spec or self.spec
         assert self.spec is not None
@@ -170,8 +170,8 @@ class GroupFormation:
     async def _form_anew(self, spec: WorldSpec) -> tuple[str, bool]:
         """Form the group of all ranks again.
 
-        Returns why this failed, or "", and whether this result is final.  If a rank has no live
-        process, the result is not final, because another attempt could start the rank.
+        Returns why this failed, or "", and whether this result is final.  If a rank is known to
+        have no live process, the result is not final: another attempt could start the rank.
         """
         by_node = self._ranks_on(spec)
         answers = await self._ask(dict.fromkeys(by_node, part.GetHeld()))

@@ -40,7 +40,8 @@ from nbdist.wire.spec import WorkerStart, WorldSpec
 from nbdist.words import word_exit
 
 LONGEST_EXIT, EXIT_STEP = 10.0, 0.05
-"""The most seconds that `exit_within` waits, unless its caller gives more, and its shortest wait.
+"""The most seconds that `WorkerProcess.exit_within` waits, unless its caller gives more, and the
+shortest time between two of its checks.
 
 The notebook waits longer than `LONGEST_EXIT` for its agent, which waits for the workers."""
 
@@ -66,7 +67,7 @@ class Children:
         """Call `on_exit` with the exit code of the child `pid` when the child has exited.
 
         The code is negative if a signal ended the child.  Before the call, the child's process
-        group and all programs that the child has left behind are killed.
+        group and programs that the child has left behind are killed (`kill_adopted`).
         """
         self._expected[pid] = on_exit
         # The child may have exited before SIGCHLD had a handler.
@@ -131,7 +132,7 @@ class WorkerProcess:
         """Wait until the worker exits, but at most `seconds` of the worker's own time.
 
         Own time leaves out waits for a processor (`OwnTime`).  So on a busy machine this method can
-        take longer than `seconds`, but no longer than the greater of `seconds` and `LONGEST_EXIT`.
+        take longer than `seconds`, until about `LONGEST_EXIT` seconds have passed if that is more.
         """
         loop, own_time = asyncio.get_running_loop(), OwnTime(self.pid)
         deadline = loop.time() + max(seconds, LONGEST_EXIT)
@@ -161,7 +162,10 @@ class Spawner:
         """Do nothing, because a spawned worker needs no other process."""
 
     async def start(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
-        """Start a worker with copies of these descriptors; raises ChildProcessError."""
+        """Start a worker whose stdout and stderr are copies of the descriptors `stdout`, `stderr`.
+
+        Raises ChildProcessError if the process cannot be started.
+        """
         environ = {**start.world.environ, **start.environ}
         try:
             with os.fdopen(os.memfd_create("nbdist-start"), "w+b") as stdin:

@@ -55,11 +55,9 @@ LOCATE = "locate"
 class Supervisor:
     """Collects the facts about a task in progress, and decides what must be done about it.
 
-    `next_steps` tells the caller to locate the ranks of the world from time to time, that is to ask
-    where in their code they are.  If ranks of the task wait in collectives that cannot complete,
-    `next_steps` tells the caller to abort collectives, unless `Rules.aborts` is False.  After a
-    death, the caller must at once abort collectives or end the survivors.  Times are monotonic
-    seconds.
+    `next_steps` says what the caller must do: locate the ranks of the world (ask where in their
+    code they are), abort collectives that cannot complete, end ranks, or stop a task that takes too
+    long.  `ranks` are the ranks of the task.  Times are monotonic seconds.
     """
 
     def __init__(self, ranks: Collection[int], rules: Rules, now: float) -> None:
@@ -93,9 +91,9 @@ class Supervisor:
 
     @property
     def waiting(self) -> Mapping[int, RankPosition]:
-        """Where in their code the ranks are that have not finished the task.
+        """By rank: where in their code the ranks are that have not finished the task.
 
-        The mapping is empty after collectives were aborted, until the ranks are located again.
+        Ranks that have not been located, or not since the last abort, may be missing.
         """
         places = self._detector.places
         return {rank: place for rank, place in places.items() if rank in self.unfinished}
@@ -140,8 +138,8 @@ class Supervisor:
     def record_debugger(self, rank: int, now: float, *, is_stopped: bool) -> None:
         """Record whether a rank stands at a breakpoint of the debugger.
 
-        While a rank stands there, no collective is aborted, because other ranks rightly wait for
-        this rank.
+        While a rank stands there, `next_steps` does not look for ranks that wait for ever, because
+        other ranks may rightly wait for this rank.
         """
         self._count_input(now)
         (self._debugged.add if is_stopped else self._debugged.discard)(rank)
@@ -156,10 +154,10 @@ class Supervisor:
         self._asking_since = now
 
     def record_stop(self, now: float) -> None:
-        """Record that the ranks of the task are being interrupted, after Stop or a timeout.
+        """Record that the ranks of the task are being interrupted, because Stop was pressed.
 
         From now on each agent's `Interrupter` aborts collectives in which ranks wait, so
-        `next_steps` does not.
+        `next_steps` no longer looks for collectives that cannot complete.
         """
         self.is_stopping = True
         self._count_input(now)
@@ -186,7 +184,7 @@ class Supervisor:
         """Yield what the caller must do now: carry out a decision, or locate the ranks (LOCATE).
 
         Yields nothing once all ranks have finished.  When the caller carries out `Decision.ABORT`,
-        it must call `record_abort`; otherwise the next call yields the same decision again.
+        it must call `record_abort`; otherwise the next call may yield the same decision again.
         """
         if not self.unfinished:
             return
@@ -208,8 +206,8 @@ class Supervisor:
                 yield Decision.ABORT_FOR_DEAD
         if not self._is_watched:
             return
-        # Locate ranks often if some ranks of the world have finished the task or do not run it.
-        # Such a rank will probably join no collective, so the others may wait for it in vain.
+        # Locate ranks often for a while if some ranks of the world have finished the task or do not
+        # run it.  Such a rank will probably join no collective, so others may wait for it in vain.
         if len(self.unfinished) < self._rules.size:
             self._detector.poll_fast(now)
         aborts = self._rules.aborts and not self.is_stopping
@@ -249,7 +247,8 @@ class Supervisor:
     def _can_never_go_on(self, now: float) -> bool:
         ahead = self._rules.runs_ahead
         if len(self.unfinished) == self._rules.size:
-            # With gloo, collectives of different sizes do not hang, but have a wrong result.
+            # With gloo, collectives of different sizes do not hang: the result is wrong, or gloo
+            # ends a rank.
             differ = ahead and is_tensor_mismatch(self.places)
             is_known = differ or is_call_mismatch(self.places)
             return self._detector.is_dead_end(
@@ -284,16 +283,16 @@ def fact_of(output: Output) -> Output | None:
 
 
 class Supervision:
-    """Passes facts to the `Supervisor` of each task in progress, and carries out its decisions.
+    """Passes facts to the `Supervisor` of each task in progress, and carries out the decisions.
 
-    Depending on a decision, collectives are aborted, or ranks are interrupted or killed.
     `deliver` carries out a message as if the notebook had sent it.  `send` sends a message to the
     notebook.  The object belongs to the `NotebookLink`.
     """
 
     def __init__(self, deliver: Callable[[Down], None], send: Callable[[Up], None]) -> None:
-        # The decisions about the tasks in progress, by task and kind.  Decisions of the same kind
-        # are merged into one, because a task can need any number of aborts.
+        # The decisions about tasks in progress, and about tasks that ended after the last task
+        # began, by task and kind.  Decisions of the same kind are merged into one, because a task
+        # can need any number of aborts.
         self._decided: dict[tuple[str, Decision], Decided] = {}
         self._deliver, self._send = deliver, send
         # The supervisor of each task, by its id; tasks of different ranks run side by side.
@@ -306,7 +305,7 @@ class Supervision:
 
     @property
     def decided(self) -> tuple[Decided, ...]:
-        """The decisions so far about the tasks in progress; a notebook that attaches gets them."""
+        """The decisions so far about the latest tasks; a notebook that attaches gets them."""
         return (*self._decided.values(),)
 
     def close(self) -> None:
@@ -423,7 +422,8 @@ class Supervision:
     def _carry_out(self, task_id: str, supervisor: Supervisor, decision: Decision) -> None:
         """Send a decision on a task to the notebook, and do what the decision says.
 
-        Depending on the decision, collectives are aborted, or ranks are interrupted or killed.
+        Depending on the decision, collectives are aborted, or ranks are interrupted or killed.  If
+        a task with `holds_stop` has timed out, the decision is only sent.
         """
         unfinished, waiting = (*sorted(supervisor.unfinished),), dict(supervisor.waiting)
         if decision is Decision.END_UNWAKEABLE:

@@ -48,8 +48,9 @@ CHECK_TIMEOUT = 1.0  # seconds for a worker to list missing libraries; a later l
 class WorkerGroup:
     """The workers of this agent, and what all of them share.
 
-    `all` has the workers by rank, and `code` is their copy of the notebook's files.  `emit` is
-    called with each output of a worker, `report` with the number of workers that have started.
+    `all` has the workers by rank, and `code` keeps their copy of the notebook's files, if any.
+    `emit` is called with each output of a worker.  While the world starts, `report` is called with
+    the number of workers whose kernels have started (`Starting`).
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class WorkerGroup:
         self._aborting: set[asyncio.Task[control.ControlReply | None]] = set()
 
     def alive(self, ranks: Iterable[int] | None = None) -> list[Worker]:
-        """Return the workers of `ranks` that are alive: started, in a group, and not exited.
+        """Return the live workers of `ranks`: those that are idle or busy, not starting or dead.
 
         By default, return all live workers.
         """
@@ -160,9 +161,10 @@ class WorkerGroup:
         return Formed(*self._pids_and_logs(), tuple(ranks), missing=missing)
 
     def _begin_attempt(self, spec: WorldSpec, attempt: int) -> None:
-        """Make a new store and a new log folder for the start of the world with this number.
+        """Make a new store and a new log folder for a start of the world.
 
-        There is no log folder if the world has no logs.
+        `attempt` is the number of the start, from 1.  There is no log folder if the world has no
+        logs.
         """
         self._rendezvous.begin_world(attempt)
         if self._run_folder:
@@ -202,7 +204,7 @@ class WorkerGroup:
         self._report(Starting(sum(each.output.up.is_set() for each in self.all.values())))
 
     async def stop(self, grace: float) -> None:
-        """Stop all workers.  Idle workers have `grace` seconds to exit; all others are killed."""
+        """Stop all workers: idle workers have `grace` seconds to exit, others are killed."""
         await self._stop_ranks(tuple(self.all), grace)
 
     async def _stop_ranks(self, ranks: Sequence[int], grace: float) -> None:
@@ -269,7 +271,8 @@ class WorkerGroup:
     def _form_request(self, plan: Form, rank: int) -> control.ControlRequest:
         """Return the request for a survivor: reconnect its groups, or form a new default group.
 
-        If the world keeps its size, `plan.groups` has the groups to reconnect.  If not, it is None.
+        `plan.groups` has the groups to reconnect, or is None if a new default group is needed, for
+        example because the world gets another size.
         """
         spec = plan.spec
         environ = self._rendezvous.environ_of(spec, rank, self._logs_of(rank))
@@ -278,7 +281,7 @@ class WorkerGroup:
         return control.Resize(plan.generation, rank, spec, plan.missing, environ)
 
     async def abort(self, ranks: Iterable[int]) -> bool:
-        """Make `ranks` abort their collectives; return True if all have answered in time.
+        """Make the live `ranks` abort their collectives; return True if all have answered in time.
 
         The ranks have `ABORT_ANSWER_TIMEOUT` to answer.  A worker is killed if it answers, even
         later, that it cannot take part in its group any more.
@@ -318,7 +321,7 @@ class WorkerGroup:
 
 
 def adapt_spec(spec: WorldSpec, agent_environ: Mapping[str, str], interface: str) -> WorldSpec:
-    """Return the world's spec with the environment, Python, GPUs and threads of this node.
+    """Return the world's spec with the environment, Python, GPUs and so on of this node.
 
     The variables of the spec are added to `agent_environ`, the environment of this node's agent.
     If this node lacks the working folder of the spec, its workers use the home folder.  `interface`
@@ -406,9 +409,11 @@ class HeldPort:
 class Rendezvous:
     """The store, port and files by which ranks form their group, and the group's generation.
 
-    `attempt` counts the starts of the world.  `generation` counts how often its group was formed
-    since the last start, and `sized_in` is the generation in which the group got its present size.
-    The store is the head's if `store_socket` is given, and a file in memory otherwise.
+    `attempt` counts the starts of the world.  `generation` counts the attempts to form its group
+    since the last start, and `sized_in` is the generation in which the group was last made as a new
+    group, as when its size changes.  `store_socket` is the path of the socket by which ranks reach
+    the head's store; if it is "", the store is a file in memory.  With `--rdzv-backend`, ranks use
+    the store of torch's rendezvous instead.
     """
 
     def __init__(self, runtime: Path, port: HeldPort, store_socket: str) -> None:
@@ -452,7 +457,7 @@ class Rendezvous:
 
     @property
     def cancel_file(self) -> Path:
-        """The file that the agent makes so that ranks stop forming the present generation."""
+        """The file that the agent makes so that ranks stop forming the group of this generation."""
         return cancel_file(self._cancel_path, self.generation)
 
     def make_start(
@@ -460,8 +465,9 @@ class Rendezvous:
     ) -> WorkerStart:
         """Return the message that tells a new worker all that it needs to start.
 
-        `joins` has the groups of a running world, besides the world's own, that the new worker must
-        join: the ranks of each group, by name.  At the start of the world, `joins` is None.
+        `joins` has the ranks of each group of a running world besides the world's own, by the
+        group's name; the new worker joins those groups to which its rank belongs.  At the start of
+        the world, `joins` is None.
         """
         return WorkerStart(
             rank=rank,
@@ -479,7 +485,7 @@ class Rendezvous:
         )
 
     def environ_of(self, spec: WorldSpec, rank: int, log_folder: Path | None) -> Mapping[str, str]:
-        """Return the environment variables that differ between the ranks, such as RANK.
+        """Return the environment variables that nbdist sets for a rank, such as RANK.
 
         `log_folder` is the folder for the rank's log files, None if there are none.
         """
@@ -495,11 +501,11 @@ class Rendezvous:
 class FormingCanceller:
     """Makes all workers stop forming their group when one of them cannot take part.
 
-    Such a worker is a survivor that exits or does not form its groups, or a new worker that does
+    A survivor cannot take part if it exits or does not form its groups, and a new worker if it does
     not start.  `exits` has a future for each survivor, which is done when the survivor exits.  To
     call the forming off, this object makes the file `file`.  Survivors that wait for others look
-    for the file and give up.  New workers are killed, because they do not look for the file in
-    their first wait.
+    for the file and give up.  New workers that are not ready yet are killed, because they do not
+    look for the file in their first wait.
     """
 
     def __init__(self, file: Path, exits: Sequence[asyncio.Future[int]] = ()) -> None:
