@@ -42,8 +42,8 @@ def start_guarded(
 
     If `fork_server`, the child also starts a fork server.  Returns only in the child: the child's
     `Guard`, and the fork server or None.  `notebook_pid` is None if the notebook is on another
-    machine.  Processes that the child leaves behind have `grace` seconds to exit before the guard
-    kills them (`fork_below_guard`).  Exits with a message if a process cannot be started.
+    machine.  `grace` is for `fork_below_guard`.  Exits with a message if a process cannot be
+    started.
     """
     raise_file_limit()
     try:
@@ -54,11 +54,11 @@ def start_guarded(
 
 
 def _clean_up_after_kill(last_word: bytes) -> None:
-    """Report to the head that the agent was killed, and remove the code folders of killed agents.
+    """Tell the head, if any, that the agent was killed; remove code folders of killed agents.
 
     The agent's guard calls this function.  `last_word` has all bytes that the agent has sent to the
-    guard.  If the agent has a head, these bytes end with a line (`guard_line`) that says how
-    to reach the head and which agent this was.
+    guard.  If the agent has reached a head, these bytes end with a line (`guard_line`) that says
+    how to reach the head and which agent this was.
     """
     # These imports would delay the start of each agent if they were at the top of this file.
     if last_word.endswith(b"\n"):
@@ -218,7 +218,7 @@ def import_all() -> None:
 
 
 def import_if_possible(name: str) -> None:
-    """Import a module before it is needed.  A missing module is ignored; other errors are printed.
+    """Import a module before it is needed; print errors, but ignore that a module is missing.
 
     If the import fails, workers that need the module import it themselves.
     """
@@ -240,9 +240,10 @@ def makes_idle_imports() -> bool:
 class ForkServer:
     """Forks workers for one agent, which becomes the parent of the workers and watches them.
 
-    The process has one thread, no event loop, no zmq and no CUDA context, so that its forks are
+    The process has one thread, no event loop, and no context of zmq or CUDA, so that its forks are
     safe.  The process exits when the agent's end of the socket closes.  While idle, the process
-    imports `IMPORTED_WHEN_IDLE`; workers that are forked later share these modules.
+    imports `IMPORTED_WHEN_IDLE`, unless NBDIST_IDLE_IMPORTS=0; workers that are forked later share
+    these modules.
     """
 
     def __init__(self, agent: socket.socket) -> None:
@@ -291,11 +292,11 @@ class ForkServer:
                 return requests
 
     def _fork_all(self, requests: list[Fork]) -> WorkerStart | None:
-        """Fork a worker for each request.  Return None, or in a worker its `WorkerStart`.
+        """Fork a worker for each request; return None, or in a worker its `WorkerStart`.
 
         An intermediate process forks the workers and exits.  The agent, which adopts orphans, then
-        becomes the workers' parent, as if it had spawned them.  In a worker, only the descriptors
-        of the worker's own request stay open.
+        becomes the workers' parent, as if it had spawned them.  Of the descriptors that came with
+        requests, a worker keeps only those of its own request open.
         """
         given = [[self._descriptors.popleft() for _ in range(DESCRIPTORS)] for _ in requests]
         if any(request.start.world.for_training for request in requests):
@@ -315,7 +316,7 @@ class ForkServer:
         return None
 
     def _fork_each(self, requests: list[Fork], given: list[list[int]]) -> WorkerStart:
-        """Fork a worker for each request, then exit.  Return only in a worker: its `WorkerStart`.
+        """Fork a worker for each request, then exit; return only in a worker: its `WorkerStart`.
 
         Runs in the intermediate process.  `given` has the descriptors of each request.
         """

@@ -62,7 +62,8 @@ class KernelMessage(NamedTuple):
 
     A mark in the worker's stdout shows where in the text the message belongs.  `number` is the
     number of this mark, or 0 if the message has no mark.  `extras` has the metadata that nbdist has
-    added in the worker, such as the time of an error.  `metadata` has all other metadata.
+    added in the worker, such as the time of an error.  `metadata` has all other metadata.  If the
+    message is nested too deep (`is_too_deep`), `content` and `metadata` are empty.
     """
 
     kind: str
@@ -340,7 +341,7 @@ class KernelClient:
         self._answers: dict[int, asyncio.Future[control.ControlReply]] = {}
 
     def write_connection_file(self) -> None:
-        """Write the kernel's connection file.  Raises ChildProcessError if that fails."""
+        """Write the kernel's connection file; raises ChildProcessError if that fails."""
         ports: dict[str, Any] = {f"{channel}_port": port for channel, port in PORTS.items()}
         try:
             write_connection_file(
@@ -360,7 +361,8 @@ class KernelClient:
     ) -> None:
         """Connect to the worker, and wait until iopub is subscribed, so that no output is missed.
 
-        `on_message` gets the worker's messages about tasks; for `on_lost` see `FrameConnection`.
+        `on_message` gets the worker's messages about tasks.  `on_lost` is called when the
+        connection for tasks is lost (`FrameConnection`).
         If the subscription is not confirmed within `SUBSCRIBE_TIMEOUT`, logs a warning and goes on.
         Raises OSError if the worker no longer listens on its socket for tasks.
         """

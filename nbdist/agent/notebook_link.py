@@ -63,13 +63,15 @@ class NotebookLink:
     A world with the `detach` option keeps running if the notebook ends.  Such a world's output is
     recorded (`record`), and replayed to the next notebook that attaches (`Listener`).
 
-    `on_message` is called with each message of the notebook.  `shut_down` is called on SIGTERM, and
-    when the notebook of a world without `detach` ends.  It is also called when a detached world has
-    no workers, or has lost all its machines (`has_machines`) and carries out no call.
+    `on_message` is called with messages that the agent or head must carry out: those of the
+    notebook, and similar ones of `Supervision` and `UnattendedHealing`.  `shut_down` is called on
+    SIGTERM, and when the notebook of a world without `detach` ends.  It is also called when a
+    detached world has no workers, or has lost all its machines (`has_machines`) and carries out no
+    call.
     """
 
     problem = ""
-    """Always "", because a notebook's exit is no error.  `HeadLink.problem` can be a reason."""
+    """Always "", because a notebook's exit is no error; `HeadLink.problem` may name an error."""
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class NotebookLink:
         return f"<NotebookLink {at} {self.record}>"
 
     async def open(self) -> None:
-        """Send `Hello`, then watch for the notebook's exit, the end of stdin, and SIGTERM."""
+        """Send `Hello`, and watch for the notebook's exit, the end of stdin, and SIGTERM."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._shut_down)
         loop.add_signal_handler(signal.SIGINT, lambda: None)
@@ -182,12 +184,12 @@ class NotebookLink:
             self._healing.receive(message)
 
     def _deliver(self, message: messages.Down) -> None:
-        """Record a message that the notebook or `Supervision` has sent, and call `on_message`."""
+        """Record a message of the notebook or of this process, and call `on_message` with it."""
         self.record.record_received(message)
         self._on_message(message)
 
     def observe(self, rank: int, task_id: str, output: Output) -> None:
-        """Pass an output of a rank to `Supervision` at once, even if the notebook is busy."""
+        """Pass a rank's output to `Supervision` and `UnattendedHealing` at once."""
         self._supervision.observe(rank, task_id, output)
         self._healing.observe(task_id, output, is_detached=self._stream is None)
 
@@ -279,7 +281,7 @@ class NotebookLink:
         return record.has_world and bool(record.pending_calls or self._has_machines())
 
     def _is_notebook_alive(self) -> bool:
-        """Return True if the notebook's process runs.
+        """Return True if a notebook has the world and its process runs.
 
         Asks Linux, because the event loop may not have noticed yet that the notebook has exited.
         """
@@ -323,8 +325,8 @@ class NotebookLink:
         """Connect the world to the notebook that asks for it, or return why that is refused.
 
         A request is refused if another notebook uses the world, if the versions of nbdist differ,
-        if workers are still being started or healed after `CHANGE_TIMEOUT` seconds, or if there are
-        no workers.
+        if a change of the workers is still in progress after `CHANGE_TIMEOUT` seconds, if there are
+        no workers, or if the name of the notebook's socket is not valid.
         """
         deadline = time.monotonic() + CHANGE_TIMEOUT
         while True:
@@ -367,10 +369,10 @@ class _Left(Exception):
 
 
 class Serving:
-    """Carries out the calls to an agent or head in order, and runs other coroutines concurrently.
+    """Carries out queued calls to an agent or head in order; runs other coroutines concurrently.
 
-    A call is a request with a number (`AgentRequest`).  `answer` carries out the request and
-    returns the reply; `send` sends the reply.
+    A call is a request with a number (`AgentRequest`).  `answer` carries out the request of a
+    queued call and returns the reply; `send` sends the reply.
     """
 
     def __init__(
@@ -388,7 +390,7 @@ class Serving:
         """Carry out calls and coroutines until `stop` is called, then cancel those in progress.
 
         Raises the first exception of a coroutine or of a callback of the event loop.  Such an
-        exception is a bug in nbdist.  It ends the process, and the notebook shows its text.
+        exception is a bug in nbdist, and ends the process.
         """
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -405,7 +407,7 @@ class Serving:
             raise self._error
 
     def enqueue(self, ask: messages.AgentRequest[Any]) -> None:
-        """Queue a call.  It is carried out once all earlier calls in the queue are answered."""
+        """Queue a call, which is carried out once all earlier calls in the queue are answered."""
         self._calls.put_nowait(ask)
 
     async def reply(
@@ -418,7 +420,7 @@ class Serving:
         self._send(messages.AgentReply(number, await answer(*arguments)))
 
     def spawn(self, coroutine: Coroutine[Any, Any, object]) -> None:
-        """Run a coroutine concurrently.  `stop` cancels it; after `stop` it is not started."""
+        """Run a coroutine concurrently; `stop` cancels it, and after `stop` none is started."""
         if self._stopped.is_set():
             coroutine.close()
         else:

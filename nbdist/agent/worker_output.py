@@ -46,7 +46,8 @@ class WorkerOutput:
     """Merges a worker's text and messages, and calls `on_item` with each of them, in order.
 
     Text is also written to `log`.  The event `up` is set when the worker's kernel has started, and
-    `ready` when the worker's group is formed.  `token` is the secret in the worker's marks.
+    `ready` when the worker's group is formed; `Worker` also sets `ready` when the worker exits.
+    `token` is the secret in the worker's marks.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class WorkerOutput:
         return self._stdout.write_end, self._stderr.write_end
 
     def close_write_ends(self) -> None:
-        """Close this process's copies of the write ends; called when the worker has its own."""
+        """Close this process's write ends, after the worker got copies or could not be started."""
         for end in self.write_ends:
             os.close(end)
 
@@ -347,9 +348,9 @@ class WorkerLog:
     """Appends to `stdout.log` and `stderr.log` of one rank, with about `limit` bytes for each.
 
     The present file and the earlier file (`.1`) may each have half of `limit`.  A `limit` of 0
-    means no limit.  Text is written to the file at once, so `tail -f` shows it, and it is not lost
-    if a process dies.  After a failed write, there is one warning and no more log in this folder;
-    tasks go on.
+    means no limit.  If `folder` is None, nothing is logged.  Text is written to the file at once,
+    so `tail -f` shows it, and it is not lost if a process dies.  After a failed write, there is one
+    warning and no more log in this folder; tasks go on.
     """
 
     def __init__(self, folder: Path | None, limit: int = 0) -> None:
@@ -455,7 +456,7 @@ class _File:
 
 
 class RunFolder:
-    """The folder ROOT/NAME with the logs of a world; making the object makes the folder.
+    """The folder ROOT/NAME with the logs of a world, which is made with the object if possible.
 
     If ROOT is nbdist's own state folder, the object also removes old folders below ROOT
     (`drop_old_runs`), and locks its own folder until `close`, so that no agent removes that folder.
@@ -514,8 +515,9 @@ class RunFolder:
 def drop_old_runs(root: Path) -> None:
     """Remove the folders of worlds' logs below `root`, except the `RUNS_KEPT` newest.
 
-    A folder stays if an agent uses it, or if it has anything but logs in it.  Raises OSError if
-    another process removes a folder at the same time.
+    A folder also stays if an agent uses it, or if it has anything in it but folders named
+    `attempt_N` and nbdist's lock file.  Raises OSError if another process removes a folder at the
+    same time.
     """
     claimed = [*_claimed_in(root)]
     runs = [folder for folder in claimed if any(folder.glob("attempt_*"))]

@@ -3,8 +3,9 @@
 Runs in the process that serves the notebook, which is the agent of a world on one machine, or the
 head of a world on several.  That process owns the facts about the world (`WorldFacts`): it passes
 each start and each change of the world to the record, which makes the notebook's answer.
-`NotebookLink` passes the other messages from and to the notebook.  The next notebook that attaches
-gets the facts and the outputs, and `nbdist mcp` gets the last task and the last task that failed.
+`NotebookLink` passes the record each message from or to the notebook.  The next notebook that
+attaches gets the facts and the outputs, and `nbdist mcp` gets the last task and the last task that
+failed.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ Changing = messages.StartWorld | messages.StopWorld | messages.Heal | messages.S
 
 
 class WorldRecord:
-    """The facts of a world, and its tasks' outputs until a notebook has acknowledged all outputs.
+    """The facts of a world, its latest tasks, and outputs for the next notebook that attaches.
 
-    Tasks of different ranks can run side by side.  Outputs are only recorded if the world has the
-    `detach` option.
+    Tasks of different ranks can run side by side.  Outputs are kept only if the world has the
+    `detach` option.  Those of a finished task are dropped when the notebook has acknowledged all
+    outputs, or when the next task begins.
     """
 
     def __init__(self) -> None:
@@ -50,12 +52,13 @@ class WorldRecord:
         # asks for healing itself.  It then runs the set-up cells on these ranks.
         self._replaced: dict[int, Died] = {}
         self._next_call = 1  # the number of the notebook's next call
-        # By rank: the variables that tasks have bound, each with its module if it was imported.
+        # By rank: the variables that tasks have bound, each with its import path if it was imported
+        # (`Done.imported`), and otherwise with None.
         self._bound: dict[int, dict[str, str | None]] = {}
         self._count = 0  # how many tasks have begun since the world was started
-        # By id: the tasks in progress, and finished tasks whose outputs are not yet acknowledged.
+        # By id: the tasks in progress, and finished tasks whose outputs are not dropped yet.
         self._tasks: dict[str, _TaskRecord] = {}
-        self._other_outputs = Backlog()  # outputs of ranks that have run none of `_tasks`
+        self._other_outputs = Backlog()  # outputs that belong to none of `_tasks`
         # By task id: the ranks that must keep shared memory with returned values, because no
         # notebook has released the values yet.
         self._lent: dict[str, set[int]] = {}
@@ -87,7 +90,10 @@ class WorldRecord:
 
     @property
     def heals(self) -> bool:
-        """Whether dead ranks are replaced by new workers (`--on-failure heal`)."""
+        """Whether dead ranks are replaced by new workers (`--on-failure heal`).
+
+        The rules of the last task say so; before the first task the result is False.
+        """
         return self._last is not None and self._last.run.rules.heals
 
     @property
@@ -108,7 +114,7 @@ class WorldRecord:
         return "ready" if self.facts.is_whole and not self.facts.dead else "broken"
 
     def record_received(self, message: messages.Down) -> None:
-        """Update the record from a message that the notebook or `Supervision` has sent."""
+        """Update the record from a message that the notebook or this process itself has sent."""
         match message:
             case messages.HandoverState():
                 self.memory = message
@@ -236,7 +242,10 @@ class WorldRecord:
         self.facts = self.facts and replace(self.facts, is_whole=False)
 
     def _forget_world(self, facts: WorldFacts | None) -> None:
-        """Record that the world has new workers, or none; forget all about earlier workers."""
+        """Record that the world has new workers, or none; `facts` are its new facts.
+
+        Forgets the variables of the earlier workers, and the outputs for the next notebook.
+        """
         self.facts, self._bound = facts, {}
         self._tasks, self._other_outputs, self._count = {}, Backlog(), 0
 
@@ -255,7 +264,7 @@ class WorldRecord:
     def record_change(
         self, formed: Formation, hosts: Mapping[int, str] = {}, rejoin_hint: str = ""
     ) -> messages.Healed:
-        """Record that the group was formed again; return the answer to the notebook's request.
+        """Record an attempt to form the group again; return the answer to the request for it.
 
         `hosts` has the name of each rank's machine if the world has a head.  `rejoin_hint` tells
         the user how lost machines can join again.  The deaths of ranks were recorded before, from
@@ -293,9 +302,9 @@ class WorldRecord:
 
     @property
     def unattended_change(self) -> messages.Healed | None:
-        """The changes of the world by `UnattendedHealing`, for a notebook that attaches; or None.
+        """What `UnattendedHealing` has changed, for a notebook that attaches; None if nothing.
 
-        A notebook that has asked for healing since then knows of them.
+        Changes before the last request of a notebook to change the world (`Changing`) are left out.
         """
         if self.facts is None or not self._replaced:
             return None
@@ -328,10 +337,10 @@ class WorldRecord:
         return [Outputs(tuple(batch)) for batch in batches if batch]
 
     def pop_unreleased_values(self) -> list[messages.ReleaseRankValues]:
-        """Return messages that make workers release the values which finished tasks have returned.
+        """Return messages that make workers release returned values that no notebook will read.
 
-        Called when the notebook that got the values has exited without releasing them.  A later
-        call does not return the same messages again.
+        Called when the notebook that got the values has exited without releasing them.  Values of
+        tasks whose outputs will be replayed stay.  A later call does not return the same messages.
         """
         finished = [task for task in self._lent if task not in self._tasks]
         return [messages.ReleaseRankValues(task, tuple(self._lent.pop(task))) for task in finished]
@@ -360,7 +369,9 @@ class _TaskRecord:
     running: set[int]
     began: float = field(default_factory=time.monotonic)
     began_ns: int = field(default_factory=time.time_ns)
-    ended: dict[int, float] = field(default_factory=dict)  # by rank: monotonic time of its end
+    ended: dict[int, float] = field(
+        default_factory=dict
+    )  # by rank: monotonic time of the task's end
     backlog: Backlog = field(default_factory=Backlog)
     # Where ranks were when they were last located.
     places: Mapping[int, RankPosition] = field(default_factory=dict)
