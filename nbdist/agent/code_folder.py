@@ -54,9 +54,9 @@ class CodeFolder:
     def answer(self, request: GetCode | PutCode) -> CodeHeld:
         """Answer whether this node has the files of an archive; unpack the archive once it is here.
 
-        `GetCode` only asks for the answer.  Each `PutCode` brings a part of the archive, and the
-        last part makes this method unpack the archive.  If that fails, the answer says why.  A node
-        that shares the notebook's folder has the files without a copy.
+        `GetCode` asks before any part of the archive is sent.  Each `PutCode` brings a part, and
+        the last part makes this method unpack the archive.  If that fails, the answer says why.  A
+        node that shares the notebook's folder has the files without a copy.
         """
         host = socket.gethostname()
         match request:
@@ -120,8 +120,8 @@ class CodeFolder:
 def remove(folder: Path) -> list[str]:
     """Remove the notebook's files from `folder`, a folder that a `CodeFolder` has made.
 
-    Returns the paths of the other files, which cells have written.  If there are none besides
-    Python's bytecode, `folder` is removed, too.
+    Returns the paths of the other files, which cells have written, without Python's bytecode.  If
+    there are no such files, `folder` is removed, too.
     """
     code = folder / FILES
     with suppress(OSError):

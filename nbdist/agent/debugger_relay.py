@@ -2,8 +2,8 @@
 
 Runs in the agent.  The notebook's debugger (`nbdist.notebook.debugger`) is the client, and debugpy
 in the worker (`nbdist.worker.debugging`) is the server.  The agent reads the messages only to know
-whether a rank stands at a breakpoint.  Such a rank does not count as hanging, and the time does not
-count for its timeout.
+whether a rank stands at a breakpoint.  Such a rank does not count as hanging, and the timeout of
+its task does not include the time at the breakpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from nbdist.wire.spec import WorkerStart
 
 log = logging.getLogger("nbdist.agent")
 
-START_TIMEOUT = 10.0  # seconds for a worker's debugger to start, after an earlier one has ended
+START_TIMEOUT = (
+    10.0  # seconds for an earlier session of a worker's debugger to end, and a new one to start
+)
 END_TIMEOUT = 5.0  # seconds for a worker's debugger to end; then the agent closes the connection
 MAX_MESSAGE_BYTES = 64 << 20  # the largest message that is read from a worker's debugger
 LENGTH_HEADER = "Content-Length: "
@@ -183,7 +185,10 @@ class DebuggerRelays:
 
 
 async def _read_message(reader: asyncio.StreamReader) -> str:
-    """Return the text of the next message; "" if the worker has closed the connection."""
+    """Return the text of the next message; "" if the worker has closed the connection.
+
+    Returns "" also for a message without a proper length.
+    """
     size = 0
     while line := (await reader.readline()).decode().strip():
         if line.startswith(LENGTH_HEADER):

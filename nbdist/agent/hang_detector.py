@@ -4,9 +4,9 @@
 does no I/O.
 
 There are two kinds of deadlock.  In the first, some ranks have finished the task or do not run it,
-all others wait in collectives, and no data moves between them.  In the second, all ranks wait, and
-their collectives do not match or no data moves.  While an unfinished rank computes, there is no
-deadlock, because that rank may still join a collective.
+all others wait in collectives, and no data moves between them.  In the second, all ranks wait and
+no data moves, mostly because their collectives do not match.  While an unfinished rank computes,
+there is no deadlock, because that rank may still join a collective.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class HangDetector:
 
     A rank's place (`RankPosition`) is its line of code, the collective in which it waits, and facts
     that show whether the collective makes progress.  The caller requests the places from the ranks;
-    the detector says when the next request is due.  Times are monotonic seconds.
+    the detector says when the next request is due.  The first request is due `FIRST_LOCATE_DELAY`
+    or `hang_timeout` seconds after `started`, whichever is less.  Times are monotonic seconds.
     """
 
     def __init__(self, started: float, hang_timeout: float) -> None:

@@ -53,7 +53,7 @@ async def stack_of(worker: Worker) -> Stack:
     """Return where in its code a worker is, with its stack.
 
     The worker is asked first; if it does not answer, the stack is read from its memory.  The stack
-    is empty for a worker that is starting or dead.
+    is empty for a worker that is starting, dead or stopped by a signal.
     """
     state = worker.state
     if state in ("starting", "dead"):
@@ -267,7 +267,10 @@ class _Turn:
         self._clocks = [OwnTime(self._pid), OwnTime(os.getpid())]
 
     def judge(self, place: RankPosition) -> RankPosition:
-        """Return `place`, but with `holds_gil=False` if the rank had too little time to answer."""
+        """Return `place`, but with `holds_gil=False` if the rank had too little time to answer.
+
+        Returns `holds_gil=False` also if the `with` block ended before measuring began.
+        """
         if not (place.holds_gil and self._clocks):
             return replace(place, holds_gil=False)
         waited = sum(sum(clock.waits()) for clock in self._clocks)
@@ -316,12 +319,13 @@ class MemoryGauge:
     async def read(
         self, pids: Sequence[int], timeout: float, fresh: float = FRESH_SECONDS
     ) -> dict[int, int]:
-        """Return the memory (PSS) of each process in bytes; a page that n processes share is 1/n.
+        """Return the memory (PSS) of each process in bytes, by pid.
 
-        Pages are counted again only if the last count is more than `fresh` seconds old.  If that
-        takes longer than `timeout` seconds, or is not necessary, the result is the last count plus
-        the growth of private memory since then.  A process that was never counted gets its private
-        memory, and a process that has exited gets 0.
+        A page that n processes share counts as 1/n of a page for each of them.  Pages are counted
+        again only if the last count is more than `fresh` seconds old.  If that takes longer than
+        `timeout` seconds, or is not necessary, the result is the last count plus the growth of
+        private memory since then.  A process that was never counted gets its private memory, and a
+        process that has exited gets 0.
         """
         counts, now = list(self._counts.items()), time.monotonic()
         self._counts = {pid: count for pid, count in counts if pid in pids}
@@ -385,7 +389,7 @@ class GpuGauge:
         return None
 
     def read(self, names: Iterable[str], environ: Mapping[str, str]) -> dict[str, Gpu]:
-        """Return the memory and load of the GPUs `names`; GPUs that cannot be read are left out.
+        """Return the state of the GPUs `names`, by name; GPUs that cannot be read are left out.
 
         `environ` is the workers' environment, whose CUDA_DEVICE_ORDER can change which GPU a name
         means.  Reading a GPU takes 1 ms, and longer the first time.

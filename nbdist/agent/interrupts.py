@@ -1,4 +1,4 @@
-"""Interrupts ranks when the user presses Stop: by SIGINT, by aborts of collectives, or by a kill.
+"""Interrupts ranks, as after Stop or a timeout: by SIGINT, by aborts of collectives, or by a kill.
 
 Only a rank that is stuck is killed.  Runs in the agent, where `StepStops` decides when a rank is
 interrupted.  *Own seconds* of a rank do not include seconds in which the rank waited for a
@@ -67,7 +67,7 @@ class InterruptedRank:
     is_asleep: bool = False  # the main thread has hardly run since the interrupt
     asleep_for: float = 0.0  # the last own seconds, in which the main thread has hardly run
     aborts: int = 0  # how often the rank's present collective was aborted in vain
-    aborted_for: float = 0.0  # own seconds since the first abort in vain
+    aborted_for: float = 0.0  # own seconds since the first abort in vain, or a later Stop
     is_spared: bool = False  # the notebook has asked not to kill the rank
 
 
@@ -103,7 +103,8 @@ def has_missed_stop(sight: InterruptedRank) -> bool:
     """Return True if a rank still sleeps in its code, as if it had got no SIGINT; pure.
 
     Python may have dropped the KeyboardInterrupt, as it drops every exception of a finalizer or
-    callback.  Returns False for a rank that does not answer, because it may be cleaning up.
+    callback.  Returns False for a rank that waits in a collective, because aborts end such a wait,
+    and for a rank that does not answer, because it may be cleaning up.
     """
     place = sight.place
     is_unknown = place.holds_gil or place.is_stopped

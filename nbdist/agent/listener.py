@@ -70,7 +70,7 @@ class Door:
         return f"<{type(self).__name__} {self.path}, {len(self._connections)} connections>"
 
     async def open(self) -> None:
-        """Begin to listen, or listen again if the socket's file was removed.  Raises OSError."""
+        """Begin to listen, or listen again if the socket's file was removed; raises OSError."""
         if self._server is not None:
             if self.path.exists():
                 return

@@ -47,8 +47,9 @@ class Backlog:
     """The outputs of all ranks that wait to be sent, in order within each rank.
 
     If the text of a rank exceeds `max_text` characters, its oldest text is dropped.  If all other
-    outputs of all ranks together exceed `max_other` characters, the oldest of them are dropped.  A
-    `Skipped` in place of dropped outputs counts their text, displays, errors and widget messages.
+    outputs of all ranks together exceed `max_other` characters, old ones are dropped, except some
+    such as a cell's last error.  A `Skipped` in place of dropped outputs counts their text,
+    displays, errors and widget messages.
     """
 
     def __init__(self, max_text: int = TEXT_KEPT, max_other: int = SHOWN_KEPT) -> None:
@@ -121,7 +122,10 @@ class Backlog:
         return batch
 
     def _drop_pending_update(self, queue: list[tuple[str, Output]], display: str) -> None:
-        """Remove the pending update of a display, because a newer update is about to be added."""
+        """Remove the pending update of a display, because a newer update is about to be added.
+
+        `display` is the id of the display.  An update before its latest `Display` stays.
+        """
         for index in reversed(range(len(queue))):
             match queue[index][1]:
                 case DisplayUpdate(display_id=other) as update if other == display:
@@ -148,10 +152,10 @@ class Backlog:
         self._queues[rank] = kept
 
     def _drop_other_output(self) -> None:
-        """Drop the oldest outputs that are no text, until they have at most half of their limit.
+        """Drop the oldest outputs that are no text, to shorten them to half of their limit.
 
-        Each rank keeps an equal share of this half.  Some outputs are always kept, for example the
-        last error of a cell.
+        Each rank may keep an equal share of this half.  Some outputs are always kept, for example
+        the last error of a cell, so that a rank can keep more than its share.
         """
         share = self._max_other // 2 // len(self._queues)
         for rank, queue in self._queues.items():

@@ -75,7 +75,7 @@ class StackFile:
     async def sample(self, pid: int, timeout: float) -> tuple[FrameInfo, ...]:
         """Read the main thread's calls from the memory of the worker `pid`, innermost first.
 
-        Returns () if they could not be read within `timeout` seconds.
+        Returns () if they could not be read within `timeout` seconds, or `LOCKED_TIMEOUT` more.
         """
         loop = asyncio.get_running_loop()
         if self._reading is None or self._reading.done():

@@ -16,22 +16,22 @@ from nbdist.output.events import Died, Output
 from nbdist.wire import messages
 
 NOTEBOOK_HEALS_WITHIN = 2.0
-"""Seconds that a notebook has to ask for healing, after its last message about anything else.
+"""Seconds that this process waits for a notebook's message, before it asks for healing itself.
 
-Before it asks, it locates the surviving ranks, which may take a second.
+A notebook locates the surviving ranks before it asks for healing, which may take a second.
 """
 
 
 class UnattendedHealing:
     """Asks for healing once a rank has died, all ranks are idle, and no notebook asks for it.
 
-    `heal` is called at most once for a death: if the group cannot be formed, the notebook's next
-    cell tries again.  The object belongs to the `NotebookLink`.
+    It asks by a call of `heal`.  If the group cannot be formed then, the notebook's next cell tries
+    again.  The object belongs to the `NotebookLink`.
     """
 
     def __init__(self, record: WorldRecord, heal: Callable[[], None]) -> None:
         self._record, self._heal = record, heal
-        self._is_due = False  # a rank has died since the last healing
+        self._is_due = False  # whether there may be a death to heal
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
@@ -47,9 +47,10 @@ class UnattendedHealing:
             self._is_due = True
 
     def receive(self, message: messages.Down) -> None:
-        """Wait again from now on, because the notebook has sent a message, so it is not blocked.
+        """Restart the timer, because a message of the notebook shows that it is not blocked.
 
-        After Stop the notebook decides alone when to heal.
+        Acknowledgements of outputs do not show this, and are ignored.  After Stop the notebook
+        decides alone when to heal.
         """
         match message:
             case messages.BatchAcknowledged():  # sent by a thread, also while the notebook is busy
@@ -60,12 +61,12 @@ class UnattendedHealing:
         self.check()
 
     def detach(self) -> None:
-        """Heal also the deaths of which the notebook knew when the world was detached."""
+        """Begin to heal also deaths of which the notebook knew when the world was detached."""
         self._is_due = True
         self.check()
 
     def close(self) -> None:
-        """Heal nothing from now on."""
+        """Forget the deaths so far, so that they are not healed."""
         self._is_due = False
         self._stop_timer()
 

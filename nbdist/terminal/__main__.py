@@ -30,7 +30,7 @@ REFRESH = 2.0
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit code.  `words` are by default those of the command line."""
+    """Run a command and return its exit code; `words` are by default the command line's."""
     words = sys.argv[1:] if words is None else words
     if words and (instead := REMOVED.get(words[0])):
         sys.stderr.write(f"nbdist: `nbdist {words[0]}` was removed: {instead}\n")

@@ -82,7 +82,7 @@ It is None until `find_world` has found the world.  `_mask` needs the world to c
 of its ranks before it shows an answer."""
 
 _secrets: set[str] = set()
-"""The secrets that ranks, agents and notebooks have had so far.
+"""The secrets of ranks, agents and notebooks that this process has found so far.
 
 They are kept, because a rank cannot report its secrets while its C code holds the GIL."""
 
@@ -173,7 +173,7 @@ def show_magic(world: str, magic: str, *words: str) -> str:
 
 
 def run_magic(world: RunningWorld, magic: str, *words: str, cell: str = "", timeout: float) -> str:
-    """Run a magic in a world's notebook; return its output.  `cell` is the text of a cell magic.
+    """Run a magic in a world's notebook and return its output; `cell` is a cell magic's text.
 
     The notebook shows the assistant's name, the magic and its output under the pool's last
     distributed cell; if there is no such cell, nothing is run.

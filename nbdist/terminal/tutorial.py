@@ -28,7 +28,8 @@ QUICKSTART_PACKAGES = {
 def tutorial(lab_options: Sequence[str]) -> int:
     """Copy the quickstart, and replace this process by JupyterLab, which opens the copy.
 
-    `lab_options` are options of `jupyter lab`.
+    `lab_options` are options of `jupyter lab`.  Raises UsageError if the copy cannot be written, or
+    if packages of the quickstart are missing.
     """
     sys.stdout.write(f"{copy_quickstart(Path.cwd())}\n")
     missing = [
@@ -43,7 +44,10 @@ def tutorial(lab_options: Sequence[str]) -> int:
 
 
 def copy_quickstart(folder: Path) -> str:
-    """Write the quickstart into a folder; return a line that says so, or that a file is there."""
+    """Write the quickstart into a folder; return a line that says so, or that a copy is there.
+
+    An existing copy is not changed.  Raises UsageError if the copy cannot be written.
+    """
     copy = folder / TUTORIAL_COPY
     content = _quickstart().read_bytes()
     try:
