@@ -1,8 +1,9 @@
-"""This node's copy of the notebook's folder, which exists with the option `--sync-code`.
+"""This node's copy of the notebook's folder, which is made for the option `--sync-code`.
 
-Runs in the agent, which gets the files from `nbdist.world.code_sync` in the notebook.  The copy is
-the workers' working directory: workers import modules from there, and find there the files that
-earlier cells have written.  The copy keeps its path while the agent is running.
+A node that shares the notebook's folder gets no copy.  Runs in the agent, which gets the files from
+`nbdist.world.code_sync` in the notebook.  The copy is the workers' working directory: workers
+import modules from there, and find there the files that earlier cells have written.  The copy keeps
+its path while the agent is running.
 """
 
 from __future__ import annotations

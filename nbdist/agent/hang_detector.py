@@ -102,7 +102,8 @@ class HangDetector:
     ) -> bool:
         """Return True if all `unfinished` ranks wait in collectives in which no data moves.
 
-        A rank's last two places must be equal.  Besides, gloo's threads must have been idle in one
+        A rank's last two places must be the same, also in the number of collectives and of bytes
+        moved.  Besides, gloo's threads must have been idle in one
         of these places, or the place must not have changed for `unchanged` seconds.  The result is
         False while TCP packets of gloo are in flight.
         """

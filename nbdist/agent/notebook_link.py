@@ -124,10 +124,9 @@ class NotebookLink:
         self._stream.send(pack(messages.Hello(__version__, os.getpid(), socket.gethostname())))
 
     def send(self, message: messages.Up) -> None:
-        """Send a message to the notebook, and record it for the next notebook.
+        """Update the record from a message, and send the message to the notebook if there is one.
 
-        While the world is detached, the message is only recorded, and outputs count as
-        acknowledged, so that the `Outbox` goes on.
+        While the world is detached, outputs count as acknowledged, so that the `Outbox` goes on.
         """
         self.record.record_sent(message)
         self._supervision.report(message)

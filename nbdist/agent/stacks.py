@@ -1,4 +1,4 @@
-"""The Python stack of a worker that cannot answer, because C code holds its GIL or it has crashed.
+"""The Python stack of a worker that has crashed, or cannot answer while C code holds its GIL.
 
 Runs in the agent.  A *call* here is a frame of the stack.  If C code holds the GIL, the agent reads
 the calls from the worker's memory; unlike a signal or a debugger, this does not disturb the worker.

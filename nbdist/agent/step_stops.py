@@ -105,7 +105,7 @@ class StepStops:
         self._stopping = stopping
         self._all_ranks = all_ranks
         self._spawn = spawn
-        self._pending: dict[Worker, str] = {}  # tasks that will stop at a step, by rank
+        self._pending: dict[Worker, str] = {}  # tasks that are to stop at a step, by rank
         self._spared: set[Worker] = set()  # pending ranks that must not be killed when interrupted
 
     def stop(self, ranks: Collection[Worker]) -> None:

@@ -515,9 +515,9 @@ class RunFolder:
 def drop_old_runs(root: Path) -> None:
     """Remove the folders of worlds' logs below `root`, except the `RUNS_KEPT` newest.
 
-    A folder also stays if an agent uses it, or if it has anything in it but folders named
-    `attempt_N` and nbdist's lock file.  Raises OSError if another process removes a folder at the
-    same time.
+    A folder also stays if an agent uses it, or if it has anything in it besides folders of attempts
+    (`ATTEMPT_FOLDER`) and nbdist's lock file.  Raises OSError if another process removes a folder
+    at the same time.
     """
     claimed = [*_claimed_in(root)]
     runs = [folder for folder in claimed if any(folder.glob("attempt_*"))]

@@ -392,7 +392,8 @@ def restart(rank: int, world: str = "") -> str:
 
 
 def snapshot(names: str = "", world: str = "") -> str:
-    """Save variables (all, or those named) and random states of every rank to disk."""
+    """Save variables (all that can be pickled, or those named) and random states of every rank to
+    disk."""
     words = variables_in(names)
     return run_magic(find_world(world), "dist_snapshot", *words, timeout=LONGEST_RUN)
 
