@@ -269,8 +269,8 @@ def groups_to_keep(groups: Mapping[int, HeldGroups | None], world_size: int) -> 
     """Return, by name, the ranks of each group that survivors keep and reconnect; pure.
 
     The world's own group is kept, too, but is not in the result.  Returns None if all groups must
-    be made again, because the world's group of some survivor does not have `world_size` ranks, or
-    has the survivor under another rank.  `groups` has the answer of each survivor, by rank; a
+    be made again, because a survivor belongs to a world's group that does not have `world_size`
+    ranks, or has another rank there.  `groups` has the answer of each survivor, by rank; a
     survivor that has not answered has None and does not matter.
     """
     answered = {rank: each for rank, each in groups.items() if each is not None}

@@ -119,8 +119,8 @@ class HangDetector:
         """Return True if all ranks of the world wait in collectives that can never complete.
 
         `ranks` are all ranks of the world.  If `is_known`, the caller knows that the ranks have
-        called different collectives.  `runs_ahead` is True with nccl.  The result is True only if
-        no data moves in the collectives (`is_deadlocked`), and if these conditions are met:
+        called collectives that do not match.  `runs_ahead` is True with nccl.  The result is True
+        only if no data moves in the collectives (`is_deadlocked`), and if these conditions are met:
 
         - If `is_known` is False, the places must have stayed the same for `ALL_UNCHANGED` seconds,
           and no rank may have a thread or GPU that could end the rank's wait.

@@ -442,10 +442,10 @@ FIRST_USAGE_DELAY = 1.0  # seconds into a task until usage is first read
 USAGE_INTERVAL = 2.0  # seconds between reports
 COUNT_TIMEOUT = 1.0  # seconds for a count of pages, and for reading GPUs
 MIN_COUNT_SECONDS, LARGEST_SHARE = 10.0, 0.005
-"""For how many seconds a count of memory pages is used at least, and what share of a core counting
-may take at most.
+"""Seconds for which a count of memory pages is used at least, and the most that counting may take.
 
-If counting would take more than this share, each count is used for longer."""
+`LARGEST_SHARE` is a share of a core.  If counting would take more, each count is used for longer.
+"""
 
 
 class UsageWatch:

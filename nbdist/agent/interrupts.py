@@ -50,8 +50,7 @@ control within 5 s after Stop."""
 
 MAX_FUTILE_ABORTS = 3  # aborts (answered by all ranks) after which a rank that waits may be stuck
 ASLEEP, WAKES = 0.05, 20
-"""A thread counts as asleep if it has run for less than `ASLEEP` seconds, and has been woken fewer
-than `WAKES` times.
+"""A thread counts as asleep if it has run for fewer seconds, and has been woken fewer times.
 
 Code that only waits stays below both limits during `C_GRACE`."""
 

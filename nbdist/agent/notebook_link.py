@@ -51,8 +51,7 @@ log = logging.getLogger("nbdist.agent")
 
 NOTEBOOK_LINK_LINGER = 500  # milliseconds to deliver queued messages after `close`
 CHANGE_TIMEOUT, CHANGE_STEP = 20.0, 0.05
-"""How many seconds a notebook that attaches waits at most while workers are started or healed, and
-how many seconds pass between two checks."""
+"""Seconds that an attaching notebook waits at most for changes of workers, and between checks."""
 LAST_WORDS = 0.1  # seconds to wait for messages that the notebook sent before it ended
 FIRST_LINE = 200  # characters of a task's title in `WorldInfo`
 

@@ -40,10 +40,10 @@ from nbdist.wire.spec import WorkerStart, WorldSpec
 from nbdist.words import word_exit
 
 LONGEST_EXIT, EXIT_STEP = 10.0, 0.05
-"""The most seconds that `WorkerProcess.exit_within` waits, unless its caller gives more, and the
-shortest time between two of its checks.
+"""The most seconds of `WorkerProcess.exit_within`, and the fewest between two of its checks.
 
-The notebook waits longer than `LONGEST_EXIT` for its agent, which waits for the workers."""
+A caller can give more than `LONGEST_EXIT`.  The notebook waits longer than `LONGEST_EXIT` for its
+agent, which waits for the workers."""
 
 OnExit = Callable[[int], None]
 
@@ -236,7 +236,7 @@ def can_fork_with(environ: Mapping[str, str]) -> bool:
 
 
 class ForkServerLost(ChildProcessError):
-    """The fork server has exited or does not answer.  `Forker.prepare` can start a new one."""
+    """The fork server has exited or does not answer; `Forker.prepare` can start a new one."""
 
 
 class Forker:

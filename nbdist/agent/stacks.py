@@ -188,8 +188,10 @@ def with_code(frames: Iterable[StackFrame]) -> tuple[StackFrame, ...]:
 # --- calls in the memory of a process -----------------------------------------------------------
 
 TYPE_OFFSET, SIZE_OFFSET, STATE_OFFSET, BYTES_OFFSET = 8, 16, 32, 32
-"""Offsets in objects of CPython: of the type, of the length of a string or bytes, of the kind of a
-string's letters (PyASCIIObject in unicodeobject.h), and of the first byte of bytes."""
+"""Offsets in objects of CPython.
+
+In this order: of the type, of the length of a string or bytes, of the kind of a string's letters
+(PyASCIIObject in unicodeobject.h), and of the first byte of bytes."""
 
 # The format character of `struct` for one letter of a string, by the letter's number of bytes.
 LETTER_CODES = {1: "B", 2: "H", 4: "I"}

@@ -57,7 +57,7 @@ def find_stop_step(counts: Iterable[StepCount | None]) -> int:
 
 
 def can_wait(count: StepCount | None) -> bool:
-    """Return True if a rank with this count does not prevent a common step of all ranks; pure.
+    """Return True if a rank with this count allows a common step of all ranks; pure.
 
     That is so if the rank's task has ended without an error, or if the rank will probably begin a
     step soon, judged by the time between its last two steps (`STEP_TIMEOUT`).  A rank that did not

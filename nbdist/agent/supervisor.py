@@ -83,7 +83,7 @@ class Supervisor:
 
     @property
     def holds_stop(self) -> bool:
-        """Whether the first Stop or a timeout interrupts no rank of the task.
+        """Whether the ranks of the task go on in spite of the first Stop, and of a timeout.
 
         Some tasks must be completed on all ranks or on none.
         """

@@ -33,8 +33,7 @@ log = logging.getLogger("nbdist.agent")
 PIPE_READ_SIZE = 1 << 18
 PIPE_SIZE = 1 << 18  # bytes a rank can write ahead of its agent; all pipes of a user share a quota
 MAX_LAST_LINES, MAX_LAST_LENGTH, MAX_LAST_LINE_LENGTH = 20, 4096, 400
-"""The most lines in `last_lines`, the most characters of a text that is kept for these lines, and
-the most characters of `last_line`."""
+"""The most lines in `last_lines`, and the most characters of a text for them and of `last_line`."""
 
 LOST_AFTER = 5.0  # seconds after its mark until a message that has not arrived counts as lost
 MARK_READS = 16  # how often a pipe is read to find a mark: so many reads empty a full pipe

@@ -343,7 +343,7 @@ def run(code: str, world: str = "", ranks: str = "all", timeout: float = RUN_TIM
 
 
 NOTEBOOKS_LINE = re.compile(r"^\s*(?:\w+\s*=\s*)?%dist_", re.MULTILINE)
-"""Matches a line that begins with a `%dist_` magic, even inside a string.
+"""Matches a line that runs a `%dist_` magic, or assigns its result, even inside a string.
 
 The notebook itself runs such lines if they are at the end of a distributed cell."""
 
@@ -392,8 +392,7 @@ def restart(rank: int, world: str = "") -> str:
 
 
 def snapshot(names: str = "", world: str = "") -> str:
-    """Save variables (all that can be pickled, or those named) and random states of every rank to
-    disk."""
+    """Save variables (all picklable, or those named) and random states of every rank to disk."""
     words = variables_in(names)
     return run_magic(find_world(world), "dist_snapshot", *words, timeout=LONGEST_RUN)
 
@@ -437,8 +436,10 @@ ASSIGNED = re.compile(
     rf"((?:\b[A-Z0-9_]*(?:{SECRET.pattern})[A-Z0-9_]*|\b(?:password|passwd|secret|api_key|"
     r"(?:access|auth|hf|api)_token))[\"']?\]?\s*[=:]\s*[\"']?)([^\s\"',;]{4,})"
 )
-"""Matches a secret that is assigned to a name: to a name in capitals with a word of `SECRET`, or to
-one of a few names such as `password`.  `max_tokens=4096` does not match."""
+"""Matches a secret that is assigned to a name such as `HF_TOKEN` or `password`.
+
+The name is in capitals with a word of `SECRET`, or one of a few such as `password`.
+`max_tokens=4096` does not match."""
 
 KNOWN = re.compile(
     r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|xox[abp]-|AKIA|glpat-|eyJ[\w-]{10,}\.)[\w.-]{12,}"

@@ -71,7 +71,7 @@ def kill_world(name: str) -> int:
 
 
 def _end(agent: int, guard: int) -> bool:
-    """End a world by SIGTERM to its agent, then by SIGKILL; return True if its guard has exited."""
+    """End a world by SIGTERM to its agent, if needed by SIGKILL; return True if its guard exits."""
     with ExitStack() as stack:
         try:
             guard_exit = os.pidfd_open(guard)
