@@ -22,9 +22,7 @@ from nbdist.wire.spec import WorkerStart
 
 log = logging.getLogger("nbdist.agent")
 
-START_TIMEOUT = (
-    10.0  # seconds for an earlier session of a worker's debugger to end, and a new one to start
-)
+START_TIMEOUT = 10.0  # seconds for a worker's debugger to end an earlier session and start again
 END_TIMEOUT = 5.0  # seconds for a worker's debugger to end; then the agent closes the connection
 MAX_MESSAGE_BYTES = 64 << 20  # the largest message that is read from a worker's debugger
 LENGTH_HEADER = "Content-Length: "

@@ -103,9 +103,9 @@ class HangDetector:
         """Return True if all `unfinished` ranks wait in collectives in which no data moves.
 
         A rank's last two places must be the same, also in the number of collectives and of bytes
-        moved.  Besides, gloo's threads must have been idle in one
-        of these places, or the place must not have changed for `unchanged` seconds.  The result is
-        False while TCP packets of gloo are in flight.
+        moved.  Besides, gloo's threads must have been idle in one of these places, or the place
+        must not have changed for `unchanged` seconds.  The result is False while TCP packets of
+        gloo are in flight.
         """
         ranks = tuple(unfinished)
         are_idle = self._polls >= 2 and all(self._is_idle(rank, now, unchanged) for rank in ranks)

@@ -501,9 +501,9 @@ class Rendezvous:
 class FormingCanceller:
     """Makes all workers stop forming their group when one of them cannot take part.
 
-    A survivor cannot take part if it exits or does not form its groups, and a new worker if it does
-    not start.  `exits` has a future for each survivor, which is done when the survivor exits.  To
-    call the forming off, this object makes the file `file`.  Survivors that wait for others look
+    A survivor cannot take part if it exits or does not form its groups, a new worker cannot if it
+    does not start.  `exits` has a future for each survivor, which is done when the survivor exits.
+    To call the forming off, this object makes the file `file`.  Survivors that wait for others look
     for the file and give up.  New workers that are not ready yet are killed, because they do not
     look for the file in their first wait.
     """

@@ -92,7 +92,7 @@ class WorldRecord:
     def heals(self) -> bool:
         """Whether dead ranks are replaced by new workers (`--on-failure heal`).
 
-        The rules of the last task say so; before the first task the result is False.
+        The rules of the last task decide this; before the first task the result is False.
         """
         return self._last is not None and self._last.run.rules.heals
 
@@ -369,9 +369,7 @@ class _TaskRecord:
     running: set[int]
     began: float = field(default_factory=time.monotonic)
     began_ns: int = field(default_factory=time.time_ns)
-    ended: dict[int, float] = field(
-        default_factory=dict
-    )  # by rank: monotonic time of the task's end
+    ended: dict[int, float] = field(default_factory=dict)  # by rank, in monotonic seconds
     backlog: Backlog = field(default_factory=Backlog)
     # Where ranks were when they were last located.
     places: Mapping[int, RankPosition] = field(default_factory=dict)
