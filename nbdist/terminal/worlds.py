@@ -184,11 +184,12 @@ def fitted(rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
     """Return the rows of a table with texts cut so that lines have at most `width` characters.
 
     `rows` begins with the headings.  The widest of the columns that may be cut is cut first.  If
-    all of these columns have only `LEAST_WIDTH` characters, lines stay longer than `width`.
+    there is no such column, or if all have only `LEAST_WIDTH` characters, lines stay longer than
+    `width`.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     texts = [at for at, heading in enumerate(rows[0]) if heading not in WHOLE_WIDTH] if rows else []
-    while sum(widths) + 2 * len(widths) - 2 > width:
+    while texts and sum(widths) + 2 * len(widths) - 2 > width:
         longest = max(texts, key=widths.__getitem__)
         if widths[longest] <= LEAST_WIDTH:
             break

@@ -225,6 +225,9 @@ def test_lines_fit_into_the_terminal() -> None:
     assert all(sign.isprintable() for line in as_lines([(SEEN, {})], 200) for sign in line)
     assert "\x1b" not in printable("\x1b[2J\x1b]52;c;aGk=\x07 a\rb\u202e")
     assert [*as_lines([], 20)] == [NONE[:20]]
+    # No column of an idle rank can be cut, so the lines are.
+    idle = replace(SEEN, ranks=(IDLE,))
+    assert {len(line) for line in as_lines([(idle, {})], 20)} == {20}
 
 
 def test_cpu_is_counted_between_two_looks() -> None:
