@@ -255,9 +255,11 @@ class Merger(Generic[M]):
             self.queue.insert(next(places, len(self.queue)), Text("stderr", text))
 
     def receive_message(self, number: int, message: M, now: float) -> None:
-        """Add a message, which is kept until the mark with its number is read.
+        """Add the message that belongs to the mark with this number.
 
-        If the message has counted as lost before it came, it is put at the end of the queue.
+        `pop_ready` returns the message at the place of its mark in the text.  If that place has
+        passed already, because the message came too late, the message comes after all text that was
+        received so far.
         """
         self._messages[number] = message
         if number <= self.placed and number not in self._awaited_since:

@@ -151,7 +151,11 @@ class Numbers:
         return self._inner.get(number) if isinstance(number, int) else None
 
     def has_stale(self, arguments: Message) -> bool:
-        """Return True if these arguments of a request have an outer number that was forgotten."""
+        """Return True if a request's arguments have the number of something that no longer exists.
+
+        This is an outer number, by which the front end knows a thread, frame or variable of a
+        rank, and which was forgotten (`forget`).
+        """
         return any(
             self.has_stale(value)
             if isinstance(value, dict)

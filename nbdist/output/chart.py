@@ -292,7 +292,11 @@ def headline(name: str, curve: Curve, bands: Bands) -> str:
 
 
 def remarks(bands: Bands) -> list[str]:
-    """Return a line for each rank that has left the band, and for ranks with NaN or infinity."""
+    """Return a line for each rank that was far from the others, then lines on NaN or infinity.
+
+    The band, which a far rank has left, spans the other ranks (`Bands`).  Ranks with the same count
+    and first step of NaN or infinite numbers share a line.
+    """
     lines = []
     for each in bands.far_ranks:
         begin = f"from {'' if each.is_exact else 'about '}step {step_text(each.step)}"

@@ -311,7 +311,8 @@ class Failed:
     """The answer to a request that failed; `error` says why.
 
     If `unfit` is True, the cause seems to be in this worker itself, so that only a new process
-    helps.  If it is False, the cause may be in the connections to other ranks.
+    helps.  It is False for other causes: for example, the error may come from other ranks or the
+    connections to them, or the debugger cannot start.
     """
 
     error: str

@@ -404,7 +404,11 @@ class NameTable:
         return isinstance(self._ranks.get(rank, {}).get(name), Missing)
 
     def assigned_again(self) -> list[str]:
-        """Return the variables that were sent and then bound to another object by the notebook."""
+        """Return the variables that were sent, and that the notebook has assigned or deleted since.
+
+        A variable is left out if it is bound to the object that was sent.  A value without a token,
+        such as a number, counts as assigned even if the new value is equal.
+        """
         key_of = self.objects.links.key_of
         return [
             name

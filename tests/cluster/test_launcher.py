@@ -230,7 +230,7 @@ def no_secret_is_to_be_seen(ticket: Ticket, world: World) -> None:
     found = [shows(pid, key) for pid in psutil.pids() for key in keys]
     assert found.count("") > 20
     assert not any(found)
-    head = Path(world.engine.connection.link.address.removeprefix("ipc://")).parent
+    head = Path(world.engine.connection.link.socket.address.removeprefix("ipc://")).parent
     world.execute("import os; folder = os.path.dirname(os.environ['TORCHELASTIC_ERROR_FILE'])")
     folders = [head, *map(Path, world.gather("folder"))]
     files = [each for folder in folders for each in folder.rglob("*") if each.is_file()]
