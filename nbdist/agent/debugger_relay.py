@@ -22,7 +22,7 @@ from nbdist.wire.spec import WorkerStart
 
 log = logging.getLogger("nbdist.agent")
 
-START_TIMEOUT = 10.0  # seconds for a worker's debugger to end an earlier session and start again
+START_TIMEOUT = 10.0  # seconds for a worker's debugger to end its last session, and to start
 END_TIMEOUT = 5.0  # seconds for a worker's debugger to end; then the agent closes the connection
 MAX_MESSAGE_BYTES = 64 << 20  # the largest message that is read from a worker's debugger
 LENGTH_HEADER = "Content-Length: "
@@ -91,8 +91,8 @@ class DebuggerRelay:
             return ""
         for text in self._waiting:
             self._write(text)
-        # These errors mean that the worker has exited, or that user code has written something to
-        # the socket that is no message of the debugger.
+        # Such errors come if the connection is closed in the middle of a message, or if user code
+        # has written something to the socket that is no message of the debugger.
         with suppress(OSError, EOFError, ValueError, TypeError, RecursionError):
             while text := await _read_message(reader):
                 self._record_event(text)

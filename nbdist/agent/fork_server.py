@@ -303,8 +303,8 @@ class ForkServer:
             # Import the modules here once: workers that all import them compete for the cores.
             while self._to_import:
                 import_if_possible(self._to_import.popleft())
-        # Garbage collections in a worker write nothing into frozen objects, so that the workers
-        # and the fork server go on to share the memory of these objects.
+        # A garbage collection writes into the objects that it looks at, and so copies memory that a
+        # worker shares with the fork server.  It skips frozen objects.
         gc.freeze()
         if requests and (intermediate := self._fork(requests)) is not None:
             if not intermediate:
@@ -364,7 +364,7 @@ def main() -> None:
     try:
         fork_server.send(Imported())
         start = fork_server.serve()
-    except ConnectionError:  # the agent exited while a message was sent to it
+    except ConnectionError:  # the agent has exited
         start = None
     if start is None:
         # The agent and its guard remove the runtime folder too, unless both were killed.

@@ -17,8 +17,8 @@ from nbdist.wire.messages import StartFailure
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.world_facts import Renumbering
 
-HEAL_TRIES = 3  # attempts to form the group, if more workers die during an attempt
-LEAVE_GRACE = 0.5  # seconds for the exit handlers of ranks that a smaller world no longer has
+HEAL_TRIES = 3  # the most attempts to form the group, while a rank has no live process
+LEAVE_GRACE = 0.5  # seconds for the exit handlers of ranks that `scale` removes
 
 _T = TypeVar("_T")
 
@@ -175,7 +175,8 @@ class GroupFormation:
         """
         by_node = self._ranks_on(spec)
         answers = await self._ask(dict.fromkeys(by_node, part.GetHeld()))
-        # A machine that does not answer may only be slow, and its ranks must keep their variables.
+        # A machine that does not answer may only be slow.  Give up, so that its ranks keep their
+        # variables.
         if problem := next((each.problem for each in answers if each.problem), ""):
             return problem, True
         alive = {rank: groups for each in answers for rank, groups in each.ranks.items()}

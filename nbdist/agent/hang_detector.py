@@ -17,9 +17,9 @@ from operator import attrgetter
 
 from nbdist.wire.places import LOCATED_TIMEOUT, RankPosition
 
-FIRST_LOCATE_DELAY = LOCATE_INTERVAL = 1.0  # seconds before each request for ranks' places
+FIRST_LOCATE_DELAY = LOCATE_INTERVAL = 1.0  # usual seconds before a request for ranks' places
 SOON, FAST_SECONDS = 0.1, 2.0  # seconds between fast requests, and for how long they stay fast
-UNCHANGED = 3.0  # seconds at one place until a rank counts as stuck although gloo's threads run
+UNCHANGED = 3.0  # seconds at one place until a rank counts as stuck, even if gloo's threads run
 ALL_UNCHANGED = 1.0  # seconds without a change until all ranks count as stuck, if all of them wait
 
 UNWAKEABLE_ABORTS = 3
@@ -90,8 +90,8 @@ class HangDetector:
             if rank not in self._since or not _is_same(place, self._before.get(rank)):
                 self._since[rank] = now
         is_fast = self._fast_since is not None and now - self._fast_since < FAST_SECONDS
-        # If all ranks began to wait a moment ago, request their places once more soon.  If the
-        # places are then the same, this can already show that the ranks are deadlocked.
+        # If all ranks wait, and a place has changed a moment ago, request the places again soon.
+        # If they are then the same, this can already show that the ranks are deadlocked.
         all_wait = bool(places) and all(place.operation for place in places.values())
         is_new = all_wait and now - max(self._since.values()) < FAST_SECONDS
         self._was_soon = is_fast or (is_new and not self._was_soon)

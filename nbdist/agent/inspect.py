@@ -29,12 +29,12 @@ from nbdist.wire.messages import RankSecrets, UsageReport
 from nbdist.wire.places import CALL_FILE, Collective, RankPosition, Stack, StackFrame
 from nbdist.wire.status import Gpu, Usage, WorkerStatus
 
-FRESH_SECONDS = 1.0  # seconds for which a count of a process's memory pages is used again
+FRESH_SECONDS = 1.0  # seconds for which a count of memory pages is used again, by default
 STACK_TIMEOUT = 0.3  # seconds for a worker to send its stack, before the agent reads its memory
-STATUS_TIMEOUT = 0.12  # seconds for each answer that `%dist_status` waits for
+STATUS_TIMEOUT = 0.12  # seconds that `%dist_status` waits for an answer, or for a measurement
 SECRETS_TIMEOUT = 3.0  # seconds for a worker to list the secrets of its environment
 LAST_TIMEOUT = 2.0  # seconds before a silent worker is asked again for its last collective
-BRIEF_SAMPLE_TIMEOUT = 0.04  # seconds to read a stack from memory, for `%dist_status`
+BRIEF_SAMPLE_TIMEOUT = 0.04  # seconds for `%dist_status` to read a stack, or for a second answer
 LOCATE_TIMEOUT = 0.5  # seconds for a rank to say where it is; then C code seems to hold the GIL
 LOCATE_AGAIN_TIMEOUT = 0.3  # seconds for a second answer, if a rank got no processor for the first
 SAMPLE_TIMEOUT = 0.4  # seconds to read a stack from memory, for `world.stacks` and Stop
@@ -42,7 +42,7 @@ SAMPLE_TIMEOUT = 0.4  # seconds to read a stack from memory, for `world.stacks` 
 CONSULT_TIMEOUT = 0.4  # seconds for an idle rank to answer; the notebook waits 0.9 s, enough for 2
 
 TORCH_DISTRIBUTED = (
-    "/torch/distributed/"  # if it is in the innermost frame's path, the rank waits in a collective
+    "/torch/distributed/"  # if the innermost frame's file is there, the rank counts as waiting
 )
 
 NO_ANSWER = "it does not answer, and its stack cannot be read"
@@ -396,7 +396,7 @@ class GpuGauge:
         """
         gpus: dict[str, Gpu] = {}
         for name in sorted({*names}) if self._nvml else ():
-            # `_find` raises LookupError if nobody can tell which GPU CUDA means by the name.
+            # `_find` raises LookupError if it does not know which GPU CUDA means by the name.
             with suppress(self._nvml.NVMLError, LookupError):
                 if name not in self._handles:
                     self._handles[name] = self._find(name, environ)
@@ -417,7 +417,7 @@ class GpuGauge:
         if not name.isdigit():  # CUDA accepts the beginning of a UUID
             uuids = {_text(nvml.nvmlDeviceGetUUID(each)): each for each in every}
             return uuids[next((uuid for uuid in uuids if uuid.startswith(name)), name)]
-        # CUDA numbers GPUs from the fastest on, unless CUDA_DEVICE_ORDER is PCI_BUS_ID; the driver
+        # CUDA numbers GPUs from the fastest on, unless CUDA_DEVICE_ORDER is PCI_BUS_ID; NVML
         # numbers GPUs by bus address.  The numbers agree if all GPUs are of one model.
         in_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
         if in_order or len({_text(nvml.nvmlDeviceGetName(each)) for each in every}) == 1:

@@ -32,9 +32,11 @@ if TYPE_CHECKING:
 
 LOCATE_EVERY = 0.1  # seconds between checks where interrupted ranks are
 STORE_RELEASE_TIMEOUT = 0.5  # seconds for a rank to answer that it has ended a wait in a store
-ABORT_EVERY = 0.4  # seconds between aborts of all collectives
+ABORT_EVERY = 0.4  # seconds for ranks to leave their collectives after an abort
 
-STORE_GRACE = 0.2  # own seconds after Stop until a wait in a store that user code made is ended
+# Seconds after Stop, without waits for a processor, until a wait in a store that user code made is
+# ended.
+STORE_GRACE = 0.2
 
 IGNORES_GRACE = 2.0
 """Own seconds after which a rank counts as stuck in one of three cases.
@@ -60,13 +62,13 @@ class InterruptedRank:
     """What the agent knows about an interrupted rank, to decide whether the rank is stuck."""
 
     place: RankPosition
-    own_seconds: float  # own seconds since Stop last interrupted the rank
+    own_seconds: float  # seconds since the last Stop, without waits for a processor
     ignores: bool = False  # the process ignores SIGINT
     again: bool = False  # Stop was pressed again
     is_asleep: bool = False  # the main thread has hardly run since the interrupt
-    asleep_for: float = 0.0  # the last own seconds, in which the main thread has hardly run
+    asleep_for: float = 0.0  # how many `own_seconds`, up to now, the main thread has hardly run
     aborts: int = 0  # how often the rank's present collective was aborted in vain
-    aborted_for: float = 0.0  # own seconds since the first abort in vain, or a later Stop
+    aborted_for: float = 0.0  # the `own_seconds` since the first abort in vain, or a later Stop
     is_spared: bool = False  # the notebook has asked not to kill the rank
 
 
@@ -147,7 +149,7 @@ class _Stopped:
         self._own_time = OwnTime(self.rank.pid)
         self._aborted_at = 0.0
         self._schedule_before = self._asleep_schedule = schedule(self.rank.pid, self.rank.pid)
-        self._asleep_since = 0.0  # own seconds; since then the main thread has hardly run
+        self._asleep_since = 0.0  # in seconds of `_own_time`; since then the thread has hardly run
 
     @property
     def is_over(self) -> bool:
@@ -319,7 +321,6 @@ async def _place_of(rank: Worker) -> RankPosition:
         return place
     place_read, frames = await place_from_outside(rank, SAMPLE_TIMEOUT)
     # If there are frames but none of the user's code, the rank has left that code and is not stuck.
-    # If there are no frames at all, C code seems to hold the GIL; then the rank is stuck after
-    # `C_GRACE`.
+    # Without frames nothing is known, and C code counts as holding the GIL.
     is_outside = frames and not (place_read.line or place_read.file)
     return replace(place_read, holds_gil=False) if is_outside else place_read

@@ -88,8 +88,7 @@ def message_from(session: Session, frames: list[bytes]) -> KernelMessage | None:
         raw = session.deserialize(session.feed_identities(frames)[1], content=False)
         metadata = {**raw["metadata"]}
         extras = metadata.pop("nbdist", {})
-        # Return the message even if its content is unusable: output that follows its mark waits
-        # until the message with the mark's number has come.
+        # Return the message even if its content is unusable, because later output waits for it.
         content = _unpack_content(session, raw["content"])
         is_too_deep = content is None or is_deeper(metadata, MAX_LEVELS)
         return KernelMessage(
@@ -382,7 +381,8 @@ class KernelClient:
         deadline = time.monotonic() + SUBSCRIBE_TIMEOUT
         while not subscribed.is_set() and time.monotonic() < deadline:
             self._request(control.Announce())
-            # After a timeout ask again: the message was sent before the subscription took effect.
+            # Ask again after a timeout: the worker may have published its answer before the
+            # subscription took effect.
             with suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_SECONDS):
                     await subscribed.wait()

@@ -33,7 +33,7 @@ log = logging.getLogger("nbdist.agent")
 
 MAX_QUERY_CONNECTIONS = 16  # open connections with the same kind of question, or with none yet
 LINE_TIMEOUT = 10.0  # seconds for a question to arrive, and for its answer to be read
-MAX_STORE_CONNECTIONS = 4096  # connections at a time to the store; a rank has one for each thread
+MAX_STORE_CONNECTIONS = 4096  # connections at a time to the store; a rank can have several
 CONNECTION_READ_SIZE = 1 << 18
 TOO_SOON = "more was asked before the answer came"
 NOTEBOOK_NAME = "JPY_SESSION_NAME"  # the variable in which Jupyter's server names the notebook
@@ -63,7 +63,8 @@ class Door:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._server: asyncio.Server | None = None
-        # The kind of each connection's question, None before the question has arrived.
+        # By the task of a connection: the kind of its question.  None before the question has
+        # arrived, and for connections to a store.
         self._connections: dict[asyncio.Task[None], type[queries.QueryMessage] | None] = {}
 
     def __repr__(self) -> str:
@@ -92,9 +93,9 @@ class Door:
         assert task is not None
         try:
             if queries.peer_user(writer.get_extra_info("socket")) == os.geteuid():
-                # Disconnect a process whose question is malformed, or that does not read its
-                # answer.  A cancellation must not leave this function: asyncio's streams would
-                # report it to the loop's exception handler, which ends the agent.
+                # Disconnect a process that sends no proper question in time, or does not read its
+                # answer.  A cancellation must not leave this function: asyncio of Python 3.11 would
+                # report it to the loop's exception handler, which ends this process.
                 with suppress(OSError, ValueError, BadFrame, asyncio.CancelledError):
                     await self._serve_connection(task, reader, writer)
         except Exception:

@@ -156,7 +156,7 @@ class NotebookLink:
     def _receive(self, message: messages.Down) -> None:
         match message:
             case messages.BatchAcknowledged():
-                # The first acknowledgements are for replayed batches, which no outbox has sent.
+                # Acknowledgements of replayed batches come first.  No outbox has sent such batches.
                 if self._replayed_in_flight:
                     self._replayed_in_flight -= 1
                 else:
@@ -452,7 +452,7 @@ def run(runtime: Path, serve: Callable[[], Awaitable[T]]) -> T:
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     adopt_orphans()
     # The lock is held until this process exits.  Without the lock, another process that cleans up
-    # after dead agents would remove the folder.
+    # after dead agents could remove the folder.
     folders.join(runtime)
     try:
         return asyncio.run(main())

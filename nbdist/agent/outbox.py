@@ -36,7 +36,7 @@ from nbdist.wire.messages import Outputs, RankOutput
 
 # --- the backlog ------------------------------------------------------------------------------
 
-TEXT_KEPT = 4 << 20  # characters of pending text per rank; older text is only in the log file
+TEXT_KEPT = 4 << 20  # characters of pending text per rank; older text is dropped
 SHOWN_KEPT = 64 << 20  # characters of all ranks' pending output that is no text
 OF_ITEM = 1000  # characters that each output counts in addition, since small ones take time, too
 

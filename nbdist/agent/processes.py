@@ -211,7 +211,7 @@ def command_of(spec: WorldSpec, path: str | None) -> list[str]:
 # --- forked workers ---------------------------------------------------------------------------
 
 FORK_SERVER_IMPORT_TIMEOUT = 150.0  # seconds for the fork server to import torch
-FORK_TIMEOUT = 20.0  # seconds for a fork, which waits for at most one import
+FORK_TIMEOUT = 20.0  # seconds for a fork, if it waits for at most one import
 
 READ_ON_IMPORT = re.compile(
     r"(?!TORCHINDUCTOR_CACHE_DIR$)TORCH_?(DYNAMO|INDUCTOR|COMPILE|CACHING|FAKE_TENSOR|FX|LOGS)\w*|TORCH_CPP_LOG_LEVEL"
@@ -309,7 +309,7 @@ class Forker:
         try:
             if self._server.socket.fileno() >= 0:  # if closed, `_fail_pending` fails the request
                 # These calls wait only if the socket's buffer is full, and then only until the fork
-                # server has finished an import and reads again.
+                # server reads again, for example after an import.
                 sent = socket.send_fds(self._server.socket, [frame], [stdout, stderr])
                 self._server.socket.sendall(frame[sent:])
         except ConnectionError:

@@ -205,14 +205,14 @@ make the readings independent, so that 32 of them agree on a mixture once in 4,0
 On a machine without free processors, sleeps would take longer than all readings.
 """
 
-MAX_CALLS, MAX_LETTERS = 2000, 4096  # calls of a thread, and bytes of a name
+MAX_CALLS, MAX_LETTERS = 2000, 4096  # calls of a thread, and bytes of one reading, such as a name
 MAX_LINE_TABLE_BYTES = 1 << 20
 
 LARGEST_ADDRESS = 1 << 63
 COUNT_BIT = 1
 """A bit of a call's pointer to its code: Python 3.14 sets it if the call owns no reference."""
 
-CODE_UNIT = 2  # bytes of an instruction; tables of lines count in such units
+CODE_UNIT = 2  # bytes of a code unit, in which tables of lines count; an instruction has 1 or more
 ONE_LINE, NO_COLUMNS, LONG_ENTRY, NO_LINE = range(10, 13), 13, 14, 15
 """Kinds of entries in a table of lines (InternalDocs/code_objects.md in CPython's repository)."""
 

@@ -211,7 +211,8 @@ class Supervisor:
         if len(self.unfinished) < self._rules.size:
             self._detector.poll_fast(now)
         aborts = self._rules.aborts and not self.is_stopping
-        # The process of a rank that is being ended may take long to exit.  Abort nothing meanwhile.
+        # The process of a rank that is being ended may take long to exit.  Until then look
+        # for no further hang.
         is_ending = not self._ended.isdisjoint(self.unfinished)
         if aborts and not is_ending and self._can_never_go_on(now):
             self._ended.update(self.unwakeable)
@@ -254,7 +255,7 @@ class Supervisor:
             return self._detector.is_dead_end(
                 self.unfinished, now, is_known=is_known, runs_ahead=ahead
             )
-        # If a rank has failed, the task fails anyway, so a shorter wait is enough.
+        # With nccl a shorter wait is enough if a rank has failed, because the task fails anyway.
         unchanged = GPU_UNCHANGED if self.failed and ahead else UNCHANGED
         if not self._detector.is_deadlocked(self.unfinished, now, unchanged):
             return False
@@ -295,7 +296,8 @@ class Supervision:
         # can need any number of aborts.
         self._decided: dict[tuple[str, Decision], Decided] = {}
         self._deliver, self._send = deliver, send
-        # The supervisor of each task, by its id; tasks of different ranks run side by side.
+        # The supervisor of each task in progress, by the id of the task.  Tasks of different ranks
+        # run side by side.
         self._supervisors: dict[str, Supervisor] = {}
         self._ranks: Sequence[int] = ()  # all ranks of the world
         self._timer: asyncio.TimerHandle | None = None
@@ -435,8 +437,8 @@ class Supervision:
         earlier = self._decided.get((task_id, decision), decided)
         self._decided[task_id, decision] = replace(decided, waiting={**earlier.waiting, **waiting})
         self._send(decided)
-        # Abort the collectives of all ranks except those that run another task.  It is not enough
-        # to abort on the waiting ranks: only the rank that accepted a connection can close it, and
+        # An abort is for all ranks except those that run another task.  It would not be enough to
+        # abort on the waiting ranks: only the rank that accepted a connection can close it, and
         # that rank may not be waiting.  Besides, a rank that still computes must not wait later for
         # a rank that was released.
         elsewhere = self._ranks_of_others(supervisor)

@@ -63,7 +63,7 @@ class Worker:
         self.log = WorkerLog(log_folder, start.world.log_limit)
         self.output = WorkerOutput(start.token, self.log, self._handle_item)
         self.stacks = StackFile(start.stack_file)
-        # The latest question of `nbdist.agent.inspect` for the worker's last collective.
+        # The latest request for the worker's last collective; `nbdist.agent.inspect` sets it.
         self.last_collective: asyncio.Task[Any] | None = None
         self.debugger: DebuggerRelay | None = None  # set while the user debugs this rank
         self._emit = emit

@@ -42,7 +42,7 @@ HELD_TIMEOUT = 10.0  # seconds for a worker to list its groups; a slower worker'
 SILENT = "it did not answer while the group was formed"
 ABORT_ANSWER_TIMEOUT = 1.0  # seconds for which `abort` waits for the workers' answers
 HUNG_ABORT_TIMEOUT = 75.0  # seconds for a worker to abort its collectives; nccl may take 60 s
-CHECK_TIMEOUT = 1.0  # seconds for a worker to list missing libraries; a later list is ignored
+CHECK_TIMEOUT = 1.0  # seconds for a worker to say what its libraries lack; no later answer counts
 
 
 class WorkerGroup:
@@ -155,7 +155,7 @@ class WorkerGroup:
             lines = worker.output.last_lines or worker.source.last_lines()
             await self.stop(grace=0.0)
             return _failure(spec, worker.rank, str(why), lines)
-        # Ask only one rank what is missing, because a machine's ranks have the same libraries.
+        # Ask only one rank what its libraries lack, because all ranks of a machine have the same.
         checked = await self.all[ranks[0]].ask(control.Check(), CHECK_TIMEOUT)
         missing = checked if isinstance(checked, tuple) else ()
         return Formed(*self._pids_and_logs(), tuple(ranks), missing=missing)
@@ -169,8 +169,7 @@ class WorkerGroup:
         self._rendezvous.begin_world(attempt)
         if self._run_folder:
             self._run_folder.close()
-        # Machines that share a home folder number their starts independently, so each machine has
-        # its own folder there.
+        # Machines may share a home folder, so each machine has its own folder for logs there.
         name = spec.name if spec.node is None else f"{spec.name}/{socket.gethostname()}"
         folder = spec.config.log_dir
         self._run_folder = RunFolder(Path(folder).expanduser(), name) if folder else None

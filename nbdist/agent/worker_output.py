@@ -35,7 +35,7 @@ PIPE_SIZE = 1 << 18  # bytes a rank can write ahead of its agent; all pipes of a
 MAX_LAST_LINES, MAX_LAST_LENGTH, MAX_LAST_LINE_LENGTH = 20, 4096, 400
 """The most lines in `last_lines`, and the most characters of a text for them and of `last_line`."""
 
-LOST_AFTER = 5.0  # seconds after its mark until a message that has not arrived counts as lost
+LOST_AFTER = 5.0  # seconds that later text waits for a message until the message counts as lost
 MARK_READS = 16  # how often a pipe is read to find a mark: so many reads empty a full pipe
 
 M = TypeVar("M")
@@ -338,7 +338,7 @@ class Merger(Generic[M]):
 
 # --- log files ------------------------------------------------------------------------------
 
-RUNS_KEPT = 20  # the newest runs below nbdist's own log folder; older runs are removed
+RUNS_KEPT = 20  # newest runs that stay in nbdist's own log folder; older ones are removed if unused
 LONGEST_LOGGED = 1 << 20  # bytes that a log file may be too long, so that its last line is whole
 
 ATTEMPT_FOLDER = re.compile(r"attempt_\d+", re.ASCII)
@@ -405,7 +405,7 @@ class WorkerLog:
         self.close()
         if self.folder is not None:
             flags = os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW
-            with suppress(OSError):  # raised if the disk has no room even for an empty file
+            with suppress(OSError):  # raised for example if the disk has no room for a file
                 os.close(folders.open_private(self.folder / CUT_MARK, flags))
         self.folder = None
 

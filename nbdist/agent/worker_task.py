@@ -127,7 +127,7 @@ class PendingInput:
         The agent calls this method when Stop has interrupted the task.
         """
         self._stopped_task = self._task.id
-        # KeyboardInterrupt ends only an `input` in the main thread: answer other threads' inputs.
+        # KeyboardInterrupt ends an `input` only in the main thread, so answer those of all threads.
         for number in [*self._requests]:
             self.answer(InputReply(number))
 

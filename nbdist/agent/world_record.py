@@ -49,7 +49,7 @@ class WorldRecord:
         self.began = time.time()  # when the world or its last task was started
         self.pending_calls: dict[int, Changing] = {}  # calls without an answer, by number
         # By rank: the deaths after which `UnattendedHealing` has replaced ranks, until a notebook
-        # asks for healing itself.  It then runs the set-up cells on these ranks.
+        # itself asks for a change of the workers, and runs the set-up cells on the new workers.
         self._replaced: dict[int, Died] = {}
         self._next_call = 1  # the number of the notebook's next call
         # By rank: the variables that tasks have bound, each with its import path if it was imported

@@ -28,11 +28,11 @@ from nbdist.cluster.ticket import (
 )
 from nbdist.config import WorldConfig
 from nbdist.system.processes import MODULE_OPTIONS, Child
-from nbdist.system.processes import agent_command as agent_command  # used by launchers of plugins
+from nbdist.system.processes import agent_command as agent_command  # launchers import it here
 from nbdist.topology import Host
 
 AGENTS_ARRIVE_TIMEOUT = 60.0  # seconds for Python to start on a machine, and its agent to connect
-LAUNCHER_KILL_TIMEOUT = 2.0  # seconds for a launcher's process to exit after a signal
+LAUNCHER_KILL_TIMEOUT = 2.0  # seconds for a launcher's process to exit, for example after a signal
 
 
 class LaunchError(Exception):

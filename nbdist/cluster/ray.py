@@ -308,7 +308,7 @@ def natural_key(name: str) -> list[int | str]:
 # --- the driver: what runs in its process -----------------------------------------------------
 
 RAY_REACH_TIMEOUT = 5.0  # seconds for the cluster's address to answer
-REACH_TRIES = ("RAY_NUM_REDIS_GET_RETRIES", "3")  # Ray makes this many tries, a second apart
+REACH_TRIES = ("RAY_NUM_REDIS_GET_RETRIES", "3")  # Ray tries to connect this often, not 20 times
 
 PLACE_TIMEOUT = 20.0
 """Seconds for the requested resources to become free.
@@ -437,7 +437,7 @@ def word_no_cluster(requested: str) -> str:
         return f"this machine is no node of a Ray cluster; {NO_RAY_REMEDY}"
     host, _, port = address.rpartition("://")[2].rpartition(":")
     try:
-        if port.isdigit():  # if nothing listens there, Ray itself would try for a minute
+        if port.isdigit():  # if nothing listens there, Ray itself would try longer
             socket.create_connection((host.strip("[]"), int(port)), RAY_REACH_TIMEOUT).close()
     except OSError as error:
         return f"no Ray cluster answers at {address}: {error.strerror or error}; {NO_RAY_REMEDY}"

@@ -383,8 +383,8 @@ def own_allocation() -> None:
     the log says so.
     """
     salloc = subprocess.Popen(sys.argv[1:], env=salloc_environ(os.environ))
-    # Ignore SIGTERM, so that it does not end this process before the job is cancelled. Whoever
-    # sends SIGTERM has closed stdin before, and so this process will exit by itself.
+    # Ignore SIGTERM, so that it does not end this process before the job is cancelled. The head
+    # or its guard sends SIGTERM only after stdin was closed, so this process will exit by itself.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     poller = select.poll()
     poller.register(os.pidfd_open(salloc.pid), select.POLLIN)

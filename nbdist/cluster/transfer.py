@@ -113,7 +113,7 @@ class BulkTransfers:
         If the node has too little memory, the task fails.
         """
         if task not in self._waiting:
-            return  # Stop has interrupted the task
+            return  # the task has failed or was interrupted meanwhile
         node = self._node(number)
         problem = await node.execute(CopySegments(refs))
         if (waiting := self._waiting.get(task)) is None:
@@ -210,7 +210,7 @@ class BulkTransfers:
     async def _fetch_values(self, rank: int, pending: _Held) -> None:
         """Fetch the values that a rank has returned, then send the held outputs to the notebook."""
         if self._pending.get(rank) is not pending:
-            return  # Stop has interrupted the task, or its node is lost
+            return  # for example, Stop has interrupted the task, or its node is lost
         receiving = self._receiving[pending.node]
         problem = await receiving.copy_segments(pending.refs)
         if self._pending.get(rank) is not pending:
