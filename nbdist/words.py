@@ -54,7 +54,7 @@ def word_exit(exit_code: int | None) -> str:
         try:
             return f"was killed by {signal.Signals(-exit_code).name}"
         except ValueError:
-            pass  # a real-time signal, which has no name
+            pass  # most real-time signals have no name
     return f"was killed by signal {-exit_code}"
 
 

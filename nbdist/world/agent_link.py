@@ -107,9 +107,9 @@ class Link:
         require_open_files()
         self.pid = os.getpid()
         self._folder = folder or RuntimeFolder()
-        # The socket is bound before the agent starts, so that the agent can connect at once.
+        # Bind the socket now, so that an agent that is started or asked later can connect at once.
         self.socket = LinkSocket(f"ipc://{self._folder.path}/{self._folder.socket}")
-        self.events = EventQueue()  # which the consumer, `nbdist.world.inbox`, has yet to handle
+        self.events = EventQueue()  # events that `nbdist.world.inbox` has yet to handle
         # The link's thread calls this function with each message of a debugger, and with None once
         # the agent has ended.
         self.on_debugger: Callable[[messages.FromDebugger | None], None] | None = None
@@ -161,7 +161,7 @@ class Link:
         after `patience` seconds: a caller gives this time if the user has pressed Stop and should
         not wait longer.
         """
-        # Wait in short steps: a Stop that comes just before a wait is noticed only at its end.
+        # Wait in short steps: a Stop just before a wait is noticed only at the end of the wait.
         calling = self.calling(request, timeout, tick=min(CALL_TICK, patience))
         end = time.monotonic() + patience
         while time.monotonic() < end:
@@ -269,8 +269,8 @@ class Link:
         # The thread ends soon, because the agent has ended or the link is detached.
         if self._thread.is_alive():
             self._thread.join(THREAD_TIMEOUT)
-        # Close the socket first, then the agent's descriptors.  So the agent gets the last messages
-        # before it notices the end of this notebook.
+        # Close the socket first, then the agent's descriptors.  So an agent that still runs gets
+        # the last messages before it notices that this notebook has left.
         self.socket.close(DETACH_LINGER if self._is_detached else 0)
         if self._start.agent is not None:
             self._start.agent.close()
@@ -310,14 +310,14 @@ class Link:
             case Hello() | Attached():
                 self._start.record_message(message)
             case AgentReply(number, reply):
-                # The consumer must handle a `Healed` reply even if Stop has ended the call, and in
-                # the right order among the messages about deaths.
+                # `nbdist.world.inbox` must handle a `Healed` reply even if Stop has ended the call,
+                # and in the right order among the messages about deaths.
                 if isinstance(reply, messages.Healed):
                     self.events.add(reply)
                 self._requests.resolve(number, reply)
             case messages.Outputs(items):
-                # This object marks the end of the batch among the events; the consumer passes it to
-                # `LinkSocket.acknowledge`.
+                # `BatchAcknowledged` marks the end of the batch among the events, and is later
+                # passed to `LinkSocket.acknowledge`.
                 self.events.add(*items, BatchAcknowledged())
             case Starting() as starting:
                 self._progress = starting

@@ -61,7 +61,7 @@ class CodeSync:
         self.folder = folder
         self.is_shared = False
         self._sent_files: dict[str, Stamp] = {}
-        self._sent_at = 0  # nanoseconds since 1970
+        self._sent_at = 0  # when the sent files were listed: nanoseconds since 1970
 
     def forget(self) -> None:
         """Forget which files were sent, and whether nodes share the folder.
@@ -83,7 +83,7 @@ class CodeSync:
             os.stat(self.folder)  # raises if the folder was removed
             now, files = time.time_ns(), dict(_files_in(self.folder))
             # If a file changed just before it was sent, it may have changed again without a new
-            # mtime.  So all files are sent once more.
+            # mtime.  So all files are read once more.
             is_fresh = any(abs(self._sent_at - each[0]) < FRESH for each in files.values())
             if files == self._sent_files and not (to_new or is_fresh):
                 return

@@ -171,7 +171,7 @@ def check_ready(engine: Engine, ranks: Collection[int] | None = None) -> None:
         if busy.stop.is_stopping and not busy.stop.is_of_job:
             raise not_stopped(busy)
         raise errors.WorldBusy(busy.unfinished, busy.age)
-    # Until the group is repaired, each new task raises the error of the task in which ranks died,
+    # Until the group is repaired, new tasks raise the error of the last task in which ranks died,
     # with a text about what helps now.
     if running is not None and (deaths := running.transcript.deaths):
         running.ending = replace(running.ending, recovery_text=healing_text(engine, deaths))

@@ -22,7 +22,7 @@ class Ending:
     """
 
     lost: AgentLost | None = None  # the agent has ended, and the ranks with it
-    timed_out: str | None = None  # where the ranks were when the task's timeout expired
+    timed_out: str | None = None  # where unfinished ranks were when the timeout expired
     why_died: str = ""  # why gloo ended the process of a rank
     replicas_text: str = ""  # at which steps the ranks of a training ended, and the remedy
     incomplete_text: str = ""  # which variables may hold a part of a collective's result

@@ -318,7 +318,7 @@ class Engine:
         self.remember(running.patience)
         self.task_table.add(running)
         running.sent_at = self.names.record_sent(running.shipped_names())
-        with running.stop.counting_presses():  # no KeyboardInterrupt: ranks may run the task
+        with running.stop.counting_presses():  # raises nothing at a Stop: ranks may run the task
             link.send(run)
         return running
 

@@ -17,7 +17,7 @@ from nbdist.system.wake_pipe import WakePipe
 from nbdist.wire import messages
 from nbdist.wire.messages import BatchAcknowledged
 
-SHORTEST_WAIT = 0.001  # seconds; `SimpleQueue.get` can wait for ever if its timeout is shorter
+SHORTEST_WAIT = 0.001  # seconds; with a tiny timeout `SimpleQueue.get` can wait for ever
 
 WorldNotice = (
     messages.Located

@@ -60,8 +60,8 @@ class _Handed:
     """The items that a rank has got and not finished, by index, and facts about its last answer."""
 
     items: dict[int, Packed] = field(default_factory=dict)
-    since: float = 0.0  # when the rank got its last answer, in monotonic seconds
-    count: int = 0  # how many items the last answer had
+    since: float = 0.0  # when the rank was last given items, in monotonic seconds
+    count: int = 0  # how many items it was given then
 
 
 class ItemQueue:
@@ -92,7 +92,7 @@ class ItemQueue:
         self.total = _length_of(items)  # the number of items, None if it is not known
         self.results: dict[int, Any] = {}
         self.failures: dict[int, tuple[int, ItemOutcome]] = {}
-        self.texts: dict[int, str] = {}  # by index: short `repr` of items that failed
+        self.texts: dict[int, str] = {}  # by index: short `repr` of failed and given-up items
         self.problem: Exception | None = None
         self.has_ended = False  # if True, no further items are handed out
         self.deaths = 0  # how often an item was with a rank that died
@@ -140,7 +140,7 @@ class ItemQueue:
             return InputReply(request.number)
         if handed.items:  # the rank has sent big results early, and goes on with its other items
             return InputReply(request.number, "")
-        seconds = (now - handed.since) / max(1, handed.count)  # for each item of the last answer
+        seconds = (now - handed.since) / max(1, handed.count)  # per item that the rank got last
         limit = max(1, min(int(CHUNK_SECONDS / max(seconds, 1e-6)), GROWTH * handed.count))
         handed.items, handed.since = dict(self._next(limit)), now
         handed.count = len(handed.items)

@@ -118,7 +118,8 @@ def start_anew(engine: Engine, *, agent_too: bool = False) -> None:
         engine.advance(Event.STOP)
         _stop(engine, RESTART_GRACE)
         engine.advance(Event.STOPPED)
-    engine.task_table.forget()  # drop all messages of the old workers
+    # Drop the tasks of the old workers, and all messages about these workers.
+    engine.task_table.forget()
     engine.outputs.pop_late()
     if engine.connection.link_or_none is not None:
         engine.connection.link_or_none.drop_events()
@@ -178,6 +179,7 @@ def attach(engine: Engine, link: Link, attached: Attached, namespace: dict[str, 
         engine.advance(Event.RANK_DIED)
     if not facts.is_whole:
         engine.advance(Event.ABORTED)
-    # The agent first sends all outputs that the last notebook has not received, and then answers
-    # this request.  Without these outputs, the ranks of a task that has ended would seem busy.
+    # The agent first sends all outputs that the last notebook has not acknowledged, and then
+    # answers this request.  Without these outputs, the ranks of a task that has ended would seem
+    # busy.
     link.call(messages.SpareRanks(()))

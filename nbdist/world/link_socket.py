@@ -40,7 +40,7 @@ class LinkSocket:
         self._wake_pipe = WakePipe()
         self._waiting: deque[messages.Down] = deque()
         self._last_acknowledged: BatchAcknowledged | None = None
-        self._is_detachable = False  # True once the agent can keep the world for another notebook
+        self._is_detachable = False  # True once the world could be left to another notebook
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_pipe.fileno(), zmq.POLLIN)

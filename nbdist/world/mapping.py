@@ -154,9 +154,9 @@ class ItemMap:
                     self._check_has_workers(running)
                     bar.show(queue)
                 yield from self._pop_done(running)
-            except BaseException:  # the caller has left its loop, or Stop came between two steps
+            except BaseException:  # such as GeneratorExit: the caller has left its loop
                 queue.end()
-                if engine.is_running(running):  # False if the workers have ended
+                if engine.is_running(running):  # False if the task or the workers have ended
                     recovery.interrupt(engine, running)
                     dispatch.wait(engine, running)
                 raise

@@ -108,9 +108,10 @@ class NameTable:
         """Names that the notebook may have assigned since this table was made."""
         self.in_functions: set[str] = set()
         """Names that functions and classes, which cells have defined on ranks, read when called."""
-        # Names in `in_functions` whose value in the notebook is too big to be sent with a cell that
-        # does not use the name itself (`too_big`), or cannot be sent (`failed`).  The user has got
-        # a notice about each name.  A name is removed when the notebook assigns it again.
+        # Names that functions on ranks use, and whose value in the notebook is too big to be sent
+        # with a cell that does not use the name itself (`too_big`), or cannot be sent (`failed`).
+        # The user has got a notice about each name.  A name is removed when the notebook assigns it
+        # again.
         self.too_big: set[str] = set()
         self.failed: set[str] = set()
 

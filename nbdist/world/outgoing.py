@@ -90,7 +90,8 @@ class Outgoing:
         # By key: the parts in which the notebook has put a new object in place of an object that
         # ranks have changed.
         self.replaced_parts: dict[int, set[Token]] = {}
-        # Keys of objects that a rank has dropped, and that the notebook has changed since then.
+        # Keys of objects that a rank has deleted, and that the notebook has changed since the rank
+        # got them.
         self.unreached: set[int] = set()
         self._dropped: dict[int, dict[Token, set[int]]] = {}
         self.forces = forces

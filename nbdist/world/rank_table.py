@@ -43,8 +43,8 @@ class RankTable:
         # Process ids of dead ranks whose death a cell has reported before they could be replaced.
         self.told_deaths: set[int] = set()
         self.joined: dict[str, None] = {}
-        # How a broken group was repaired last: as one of the values of the option `--on-failure`.
-        # A restart of ranks that the user has requested counts as "heal".
+        # What was last done to the group: one of the values of the option `--on-failure`.  Requests
+        # to scale, or to restart single ranks, count as "heal".
         self.last_policy: OnFailure = "heal"
         # Which ranks got new numbers when the group was last formed again.  This can have taken
         # several attempts.

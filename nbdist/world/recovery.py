@@ -45,12 +45,12 @@ from nbdist.world.task_run import RankOutputs, TaskRun
 
 CELL_TICK = 0.25  # seconds between two yields without output; short, since panels show a clock
 EAGER_SECONDS, EAGER_TICK = 0.2, 0.05  # a shorter tick at first, so that the panel appears in time
-LEAVE_SECONDS = 0.3  # seconds after a SIGINT in which a kernel that restarts announces its end
+LEAVE_SECONDS = 0.3  # seconds after a SIGINT for a kernel that is about to end to say so
 LEFTOVERS_GRACE = 1.5  # seconds for GPUs to complete collectives, and for torch to notice that
 SLOW_GRACE = 5.0  # seconds for a finished rank to answer: its machine may be busy, or its GIL held
 HEAL_TIMEOUT = 900.0  # seconds; must exceed a head's time for all tries; Stop ends the wait
-HEAL_AFTER_STOP = 8.0  # seconds; then control is returned, and the next cell tries again
-SCALE_TIMEOUT = 3000.0  # must exceed a head's time to try a new size and to restore the old one
+HEAL_AFTER_STOP = 8.0  # seconds that healing may take after Stop; then the next cell tries again
+SCALE_TIMEOUT = 3000.0  # seconds; must exceed a head's time to try a size and restore the old one
 
 Following: TypeAlias = Generator[RankOutputs, float | None, None]
 """The type of `follow`'s generator: yields new outputs; send it the longest wait in seconds."""
@@ -212,7 +212,7 @@ def _complete(engine: Engine, running: TaskRun) -> None:
         running.ending = replace(running.ending, why_died=why_died)
     # In a stalled network the ranks could not form a group now, so the next cell heals the group.
     # `heal` does nothing if other ranks run another task; then, too, a later cell heals the group.
-    # Healing may restart further ranks: `again` has them, and they count as lost.
+    # Healing can also replace ranks that did not die in this task; these count as lost too.
     again = () if running.stop.was_stalled else heal(engine)
     if lost := sorted({*running.transcript.deaths, *again}):
         is_healed = engine.rank_table.last_policy == "heal"
@@ -221,7 +221,7 @@ def _complete(engine: Engine, running: TaskRun) -> None:
             recovery_text=healing_text(engine, lost),
             recovered_ranks=tuple(lost) if is_healed else engine.rank_table.everyone,
         )
-    if engine.task_table.last is None:  # `heal` has restarted all workers and emptied the table
+    if engine.task_table.last is None:  # `heal` has emptied the table to restart all workers
         engine.task_table.last = running
     running.ending = replace(
         running.ending,

@@ -195,7 +195,7 @@ def pop_selection(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[
 def _takes_argument(function: Callable[..., Any], name: str) -> bool:
     """Return True if a function accepts a keyword argument of this name, or has no signature."""
     while isinstance(function, functools.partial):
-        if name in function.keywords:  # bound already, so the name is not the function's any more
+        if name in function.keywords:  # already set, so a caller does not mean this argument
             return False
         function = function.func
     try:

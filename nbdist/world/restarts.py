@@ -66,7 +66,7 @@ def restart(
         raise
     if engine.state.has_workers:
         dispatch.bind_kept(engine, kept.frames)
-    else:  # a set-up cell has killed a rank, and the policy for that is "stop"
+    else:  # such as after a death in a set-up cell, if the policy is "stop"
         engine.kept = kept
     if error:
         raise error

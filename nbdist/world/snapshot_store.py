@@ -268,7 +268,7 @@ class SnapshotStore:
                     if claim is not None:
                         os.close(claim)
                     if not folders.remove(folder):
-                        with suppress(OSError):  # Stop came before the folder got its lock file
+                        with suppress(OSError):  # Stop may have left no lock file
                             folder.rmdir()
         except NbdistError:  # an error of a rank may be an OSError too: see `as_raised`
             raise

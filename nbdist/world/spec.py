@@ -302,8 +302,8 @@ def find_python(config: WorldConfig, environ: Mapping[str, str]) -> str:
             f"`--python {text}`: {why}. The path of an interpreter that has torch and nbdist, "
             "such as `/path/to/venv/bin/python`; PYTHON_EXEC in the environment sets it too."
         )
-    # Links are not resolved: a virtual environment's interpreter is a link to another one, which
-    # does not use that environment.
+    # Links are not resolved: a virtual environment's interpreter is mostly a link to another one,
+    # which does not use that environment.
     return os.path.abspath(path)
 
 

@@ -82,7 +82,7 @@ def _cutter(name: str, value: Any, dim: int | None) -> tuple[int, Slicer]:
         return len(value), lambda start, end: value.slice(start, end - start)
     if _is_a(value, "pyarrow", "Table"):
         return len(value), lambda start, end: _arrow_copy(value.slice(start, end - start))
-    if hasattr(value, "iloc"):  # DataFrame and Series of pandas
+    if hasattr(value, "iloc"):  # such as a DataFrame or Series of pandas
         return len(value), lambda start, end: value.iloc[start:end]
     if _is_a(value, "datasets", "Dataset"):
         return len(value), lambda start, end: _rows_of(value, start, end)

@@ -64,9 +64,9 @@ FORMED = (WorldState.READY, WorldState.BROKEN)
 
 # No event leads to RUNNING, INTERRUPTING and STUCK: several tasks can run side by side, so
 # `Engine.state` derives these states of a READY world from its tasks.
-# In STARTING no messages of the agent are handled: the notebook only waits for the reply to
-# `StartWorld`.  If a worker exits before the group is formed, that reply is a failure
-# (START_FAILED); the message of a later death is handled in READY.
+# In STARTING the notebook waits for replies of the agent, and handles none of its events.  If a
+# worker exits before the group is formed, the reply to `StartWorld` is a failure (START_FAILED);
+# the message about a later death is handled in READY.
 TRANSITIONS: dict[tuple[WorldState, Event], WorldState] = {
     (WorldState.STOPPED, Event.START): WorldState.STARTING,
     (WorldState.STARTING, Event.STARTED): WorldState.READY,
@@ -77,7 +77,7 @@ TRANSITIONS: dict[tuple[WorldState, Event], WorldState] = {
     (WorldState.HEALING, Event.HEAL_FAILED): WorldState.BROKEN,
     (WorldState.HEALING, Event.RANK_DIED): WorldState.HEALING,
     (WorldState.STOPPING, Event.STOPPED): WorldState.STOPPED,
-    # Messages of workers can still be unread when the end of the workers is requested.
+    # Messages about workers can still be unread when the end of the workers is requested.
     (WorldState.STOPPING, Event.RANK_DIED): WorldState.STOPPING,
     (WorldState.STOPPING, Event.ABORTED): WorldState.STOPPING,
     (WorldState.LOST, Event.START): WorldState.STARTING,
@@ -145,7 +145,7 @@ class Machines:
 
 
 MAX_NAMED_MACHINES = (
-    3  # machines that a line names after the first; if there are more, it only counts them
+    3  # machines that a line names after the first; if there are more, they are only counted
 )
 
 

@@ -54,7 +54,7 @@ class StopAction(Enum):
 
     INTERRUPT = auto()  # send the agent an interrupt of the ranks that still run the task
     RECORD = auto()  # send nothing: the agent has interrupted ranks itself, or the phase is HOLDING
-    SPARE = auto()  # ask the agent not to kill ranks, and pass SPARED if ranks still run the task
+    SPARE = auto()  # ask the agent not to kill ranks, if `may_spare`; pass SPARED if ranks remain
     RETURN = auto()  # return control to the user
 
 
@@ -80,7 +80,7 @@ TABLE: dict[StopPhase, _Transitions] = {
     StopPhase.INTERRUPTED: {
         StopEvent.LATE_WAIT: (StopPhase.LATE,),
         StopEvent.STOP: (StopPhase.ASKED, StopAction.INTERRUPT),
-        # The ranks were interrupted already, and the user wants control.
+        # No further interrupt: the user has pressed Stop several times, and wants control.
         StopEvent.STOPS: (StopPhase.ASKED_AGAIN, StopAction.SPARE),
         StopEvent.INTERRUPT: (StopPhase.INTERRUPTED, StopAction.INTERRUPT),
         StopEvent.DEADLINE: (StopPhase.INTERRUPTED, StopAction.SPARE),
@@ -146,10 +146,9 @@ class StopState:
         """Begin without a Stop.  A job is a task whose `patience` has no `control_timeout`."""
         self.phase = StopPhase.HOLDING if patience.holds_stop else StopPhase.RUNNING
         self.presses = 0
-        self.is_interruptible = False  # True while Stop may end a block: see `counting_presses`
-        # How often the ranks were interrupted: counts each `StopAction.INTERRUPT` and `RECORD`.  So
-        # a timeout counts, too, and so does the first Stop in the phase HOLDING, which interrupts
-        # no rank.
+        self.is_interruptible = False  # True in a block of `counting_presses(raises=True)`
+        # How many actions were `StopAction.INTERRUPT` or `RECORD`.  So a timeout counts, too, and a
+        # Stop in the phase HOLDING, which interrupts no rank.
         self.interrupts = 0
         self.spared: frozenset[int] = frozenset()  # ranks that are killed only if Stop comes again
         # At this time the agent is asked to spare the ranks.  Then the user gets control.
@@ -157,8 +156,8 @@ class StopState:
         self.is_left = (
             False  # True once the user has got control although ranks ran the stopped task
         )
-        self.was_stalled = False  # a network between ranks was stalled when Stop came
-        self._handled = 0  # presses that `poll` has acted on
+        self.was_stalled = False  # if the network was stalled at the last interrupt or timeout
+        self._handled = 0  # presses that `poll` has acted on, or that LATE_WAIT has dropped
         self._control_timeout = patience.control_timeout
 
     def __repr__(self) -> str:

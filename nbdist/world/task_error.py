@@ -48,7 +48,7 @@ def _failure_error(running: TaskRun, rank: int, first: RankError) -> NbdistError
     ending, releases, members = running.ending, running.releases, running.members
     failed, is_stopping = running.transcript.errors, running.stop.is_stopping
     own_errors = {other: each for other, each in failed.items() if not is_consequence(each)}
-    # Usually a KeyboardInterrupt is a consequence of Stop.  If nobody has pressed Stop, the cell
+    # Usually a KeyboardInterrupt is a consequence of Stop.  If the task was not stopped, the cell
     # has raised it by itself, and it counts as the rank's own error.
     if not own_errors and not is_stopping:
         own_errors = {

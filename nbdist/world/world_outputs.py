@@ -15,7 +15,7 @@ from nbdist.wire.world_facts import Renumbering
 if TYPE_CHECKING:
     from nbdist.world.widgets import Widgets
 
-LATE_KEPT = 1000  # the most outputs outside of tasks that are kept, such as output of threads
+LATE_KEPT = 1000  # the most outputs that are kept if no cell shows them when they come
 
 
 class WorldOutputs:
