@@ -138,7 +138,7 @@ def split_cell(code: str, side: SideRules) -> list[CellPart]:
     lines = code.splitlines(keepends=True)
     parts: list[CellPart] = []
     begun = 0
-    kept = [*lines]  # the lines that ranks run
+    kept = [*lines]  # the cell for the ranks: `#` replaces lines that only the notebook runs
     for first, end, place in _magics(lines, side):
         text = "".join(lines[first:end])
         if place == "here":
@@ -217,7 +217,7 @@ def _place_of(match: re.Match[str], above: str, side: SideRules) -> RunTarget:
         fills_in = any(side.is_on_ranks(use) or re.search(rf"\b{use}\b", above) for use in uses)
         return "there" if is_bound or fills_in else "here"
     is_own = name == "config" and OWN_SETTINGS.match(text)
-    if place == "both" and (is_own or text.strip() == "nbdist"):  # `%load_ext nbdist`
+    if place == "both" and (is_own or text.strip() == "nbdist"):  # such as `%load_ext nbdist`
         return "here"
     return "here" if name not in _TARGETS and side.is_notebook_magic(f"%{name}") else place
 
@@ -273,7 +273,9 @@ class AutoCells:
         if all(part.is_here for part in parts):
             return code
         if len(parts) == 1 or not is_python(self._shell, code):
-            parts = [CellPart(0, code)]  # unchanged, so that a syntax error names the typed line
+            parts = [
+                CellPart(0, code)
+            ]  # the whole cell, so that a syntax error names the typed line
         for part in parts:
             mode.loaded |= {name.partition(".")[0] for name in _LOAD_EXT.findall(part.text)}
         other = "" if pool == DEFAULT_POOL else f" --pool {pool}"

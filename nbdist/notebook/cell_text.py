@@ -43,7 +43,7 @@ The expression is a name, perhaps with attributes, calls and items, and with an 
 """
 
 
-# This note is shown with the output of distributed cells and of magics while auto mode is on.
+# Shown while auto mode is on: below distributed cells, and in panels also below magics.
 AUTO_NOTE = "auto mode: `%%local` on the first line runs a cell here"
 
 

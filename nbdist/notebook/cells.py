@@ -241,7 +241,7 @@ def _attempt(
         with redirect_stops(partial(world.engine.count_stop, task)):
             machines = world.engine.rank_table.machines
             running = dispatch.submit(world.engine, task, patience, shipment.parcels)
-            # A job that runs again is not the newest cell: the user may have run other cells since.
+            # A job that runs again may not be the newest cell: the user can have run others since.
             if not (running.stop.is_of_job and task.attempt.number):
                 pool.last = running
             pool.failures.note_deaths(world.engine, display, machines)
@@ -277,7 +277,7 @@ def follow_steps(
     The task's output is shown in `display`, if there is one.  If a rank reads input, an input box
     opens below the output, but only while a cell waits for the task.
     """
-    is_here = True  # whether the notebook cell that runs now has sent the task
+    is_here = True  # whether a cell has waited for the task all the time
     with redirect_stops(partial(world.engine.count_stop, running.task)):
         following, longest = world.follow(running, answers=True), None
         try:
@@ -323,7 +323,7 @@ def _redraw(
 ) -> None:
     waits, asks = waiting_text(running), running.prompts.text
     done, total = running.reports.bytes_moved
-    # Show this only in a panel: a terminal would print a new line for each change.
+    # Show the progress of packing only in a panel: a terminal would print a line per change.
     if not waits and display.can_change and done < total and not display.is_quiet:
         waits = f"big values are being packed: {size_text(done)} of {size_text(total)}"
     if asks and not is_attended:
@@ -374,7 +374,7 @@ def _not_sent_text(pool: Pool, name: str) -> str:
     Returns "" if the notebook has no such variable to send.
     """
     if name in WORKERS_OWN or name in WORKERS_MODULES:
-        return ""  # the notebook's value is never sent, because each worker has its own
+        return ""  # `%dist_push` refuses these names, because each worker has its own
     if name in pool.gathered:
         why = f"`{name}` was gathered from the ranks, so it is not sent by itself"
     elif name in pool.shell.user_ns:

@@ -234,7 +234,7 @@ def _ask(
         future = world.engine.consult(question, each)
         try:
             answer: Any = future.result(until - time.monotonic()) if future else None
-        except (FutureTimeoutError, NbdistError):  # the agent may have ended
+        except (FutureTimeoutError, NbdistError):  # no answer in time, or the agent has ended
             return None
         if isinstance(answer, Completions | Description):
             return answer
@@ -257,7 +257,7 @@ def workers_cell(code: str, cursor: int) -> MagicLine | None:
 NAMES = ("names", "variables")
 """The arguments of magics whose values are names of variables, which can be completed."""
 
-_WORD_SEPARATOR = re.compile(r"[\s,=]+")  # in a magic's line: `a,b` and `--as=x` are two words
+_WORD_SEPARATOR = re.compile(r"[\s,=]+")  # `a,b` and `--as=x` are two words each
 
 Choices = tuple[Candidate, ...]
 

@@ -17,7 +17,7 @@ from nbdist.wire.messages import ToDebugger
 if TYPE_CHECKING:
     from nbdist.world.agent_link import Link
 
-REQUEST_TIMEOUT = 10.0  # seconds for a rank to answer a request
+REQUEST_TIMEOUT = 10.0  # seconds for a rank to answer a request, by default
 
 FIRST_ID = 2**52
 """The first number that a rank's thread, frame or variable gets.
@@ -47,8 +47,8 @@ class RankSession:
         self.stopped: dict[int, Message] = {}  # the bodies of `stopped` events, by thread
         self.ended: SessionEnded | None = None
         self.has_ended = asyncio.Event()
-        self._refused: dict[str, str] = {}  # by path: why it cannot stop there; "" once told
-        self.attaching: asyncio.Task[None] | None = None  # while the rank gets the breakpoints
+        self._refused: dict[str, str] = {}  # by file: why the rank cannot stop in it; "" once told
+        self.attaching: asyncio.Task[None] | None = None  # while the rank's debugger starts
         self._unsent: deque[tuple[str, Message]] = deque()  # requests that wait for `send_unsent`
         self._count = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Message]] = {}
@@ -78,7 +78,7 @@ class RankSession:
     def _record_refusal(self, path: str, response: Message) -> None:
         if text := refusal(response):
             self._refused.setdefault(path, text)
-        elif path in self._refused:  # the breakpoint was removed, or the file exists by now
+        elif path in self._refused:  # for example, because the file exists by now
             del self._refused[path]
 
     def pop_refused(self) -> list[str]:

@@ -48,7 +48,7 @@ class CellDebugger:
 
     def __init__(self, kernel: Any, links: WorldLinks) -> None:
         self._kernel = kernel
-        # ipykernel's control thread has the loop on which front ends' requests are answered.
+        # The loop of ipykernel's control thread, on which debug requests are answered.
         loop = getattr(getattr(kernel, "control_thread", None), "io_loop", None)
         self._loop: asyncio.AbstractEventLoop | None = getattr(loop, "asyncio_loop", None)
         self.is_on = bool(kernel.debugger.is_started)
@@ -189,7 +189,7 @@ class CellDebugger:
             session, thread = shown.entry
             inner = {**inner, "threadId": thread}
         if session is None and self._ranks.numbers.has_stale(arguments):
-            # ipykernel's debugger would raise a KeyError, and the page would get no answer.
+            # ipykernel's debugger might raise a KeyError, and the page would get no answer.
             return failure(msg, GONE)
         if session is None:
             return await self._ask_notebook(msg)

@@ -40,7 +40,7 @@ from nbdist.world.moving_line import MovingLine
 from nbdist.world.task_run import RankOutputs
 
 FIRST_DRAWING = 0.15  # seconds before a running cell is drawn, so that a fast cell does not flash
-REDRAW_INTERVAL = 0.25  # seconds between drawings, as a page rebuilds the whole panel each time
+REDRAW_INTERVAL = 0.25  # least seconds between drawings, as a page rebuilds the whole panel
 
 MAX_LATE_LINES, MAX_LATE_LENGTH = 40, 300
 """The most lines of late output that a terminal prints at once, and the most characters of a
@@ -89,10 +89,10 @@ class PanelDisplay:
         self._find_request, self._request = find_request, find_request()
         self._seconds = seconds
         self._shown: MimeBundle = {}
-        self._is_redrawn = False  # whether the last drawing has changed a display that existed
-        self._displays = 0  # number of displays that this panel has made for its drawings
+        self._is_redrawn = False  # whether `close` may show the last drawing as a new display
+        self._displays = 0  # number of this panel's own displays below the cell
         self._begin()
-        self._id_above = ""  # id of the display above the last typed input
+        self._id_above = ""  # id of the old display, which the next drawing empties; "" if none
         self._below = Below(pool)
         self._draw_at = time.monotonic() + FIRST_DRAWING
         self._notes, self._passing = [*notes], list[str]()

@@ -157,7 +157,7 @@ def wrap_methods(
     shell.input_transformers_cleanup.insert(0, transform)
     stack.callback(shell.input_transformers_cleanup.remove, transform)
     for each in wrappers:
-        if hasattr(each[0], each[1]):  # not every kernel is an ipykernel
+        if hasattr(each[0], each[1]):  # some kernels lack some of these methods
             stack.callback(wrap(*each))
 
 

@@ -32,15 +32,15 @@ _NO_NEXT = (*_RETURNS, *_JUMPS_AWAY, "RAISE_VARARGS", "RERAISE")
 _JUMPS = frozenset(dis.hasjrel + dis.hasjabs)
 _DOTS = ("LOAD_ATTR", "LOAD_METHOD")
 _GENERIC = "<generic parameters of "
-# Only up to Python 3.11 do comprehensions have their own code objects.
+# Names of code objects of comprehensions; from Python 3.12 on, most comprehensions have none.
 _INLINE_CODE = ("<listcomp>", "<dictcomp>", "<setcomp>")
 _PYTHONS_OWN = (
     *("__annotations__", "__doc__", "__name__"),
     *("__annotate__", "__conditional_annotations__"),  # from Python 3.14 on
 )
 
-# Magics whose text is not Python, or is Python for the ranks: words in the text do not count as
-# names that the cell reads.
+# Magics whose text is not Python, or is Python for the ranks: of the names in the text, the cell
+# reads only those in `{x}` and `$x`.
 _NOT_PYTHON = re.compile(
     "distributed|rank|bash|cmd|perl|ruby|script|sh|system|sx|html|javascript|js|latex|markdown|svg|"
     "writefile|cat|cd|cp|ls|man|mkdir|more|mv|pushd|rm|rmdir|alias|autoreload|bookmark|colors|"
@@ -135,7 +135,7 @@ def names_filled_in(text: str) -> list[str]:
 def _cell(source: str) -> _Code:
     # The result is cached, since callers ask several questions about the same source.
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the ranks warn when they compile the cell
+        warnings.simplefilter("ignore")  # Python warns when the cell runs
         flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
         return _Code(compile(source, "<cell>", "exec", flags, dont_inherit=True, optimize=0))
 
@@ -224,7 +224,7 @@ class _Code:
         else:
             self.inner |= inner.used.keys() | inner.later
         name = code.co_name.removeprefix(_GENERIC).removesuffix(">")
-        if not name.isidentifier():  # a lambda or a comprehension, which may run at once
+        if not name.isidentifier():  # such as a lambda, which may run at once
             return inner.used | dict.fromkeys(inner.later, _NONE)
         before = [later for other, later in self._functions.values() if other == name]
         self._functions[index] = name, inner.later
@@ -300,8 +300,8 @@ class _Code:
             if name not in state:
                 _add(self.used, {name: bound})
             for index, (function, later) in self._functions.items():
-                # Where a function's name is read, the function may be called, and then reads its
-                # own names.  A method does not see names that the body of its class has bound.
+                # Where a function's name is read, the function may be called, and then reads the
+                # names in `later`.  A method does not see names that its class's body has bound.
                 if function == name and index not in state:
                     called = dict.fromkeys(later, bound)
                     if self._is_cell:
@@ -314,7 +314,7 @@ class _Code:
         offsets = [step.offset for step in self._steps]
         handlers = {
             index: bisect_left(offsets, entry.target)
-            for entry in bytecode.exception_entries  # type: ignore[attr-defined]  # in no stub
+            for entry in bytecode.exception_entries  # type: ignore[attr-defined]  # not in stubs
             for index in range(bisect_left(offsets, entry.start), bisect_left(offsets, entry.end))
         }
         after_with = self._after_with(handlers)
@@ -410,7 +410,7 @@ def _python(text: str) -> str:
 def _is_python(text: str) -> bool:
     try:
         _cell(text)
-    except (SyntaxError, ValueError):  # ValueError if the text has null bytes
+    except (SyntaxError, ValueError):  # ValueError, for example, for a lone surrogate
         return False
     return True
 

@@ -43,8 +43,8 @@ class Healer:
         `make_display` returns a display below the notebook cell that runs now.  `find_world`
         returns the pool's present world, or None if the pool has no world.
         """
-        # The number of workers that the user was last told.  `Pool` sets it after a start, and
-        # commands and `PoolWorld` set it after they have scaled the world.
+        # The number of workers that the user was last told; other code sets it too, such as
+        # `%dist_scale`.
         self.shown_size = 0
         self._jobs = jobs
         self._late = late

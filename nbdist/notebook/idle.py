@@ -22,7 +22,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbdist.notebook.cell_text import request_of
 from nbdist.world.agent_link import Link
 
-# The shortest and longest pause, in seconds, before the next call of `notice` while no task runs.
+# The shortest and longest pause, in seconds, between two calls of `notice` while no task runs.
 IDLE_PAUSE, MAX_IDLE_PAUSE = 0.25, 1.0
 PAUSES_PER_NOTICE = 4  # within these limits, a pause is 4 times as long as the call before it
 
@@ -79,7 +79,7 @@ class IdleWatch:
         """
         if self._link is not None:
             self._link.events.signals_all = self._is_active()
-        # In a terminal the loop is closed while a cell runs; the next prompt has a new loop.
+        # In a terminal the loop is mostly closed while a cell runs; the next prompt has a new one.
         if self.loop is None or self.loop.is_closed():
             return
         if self._is_active() and self._timer is None:
@@ -109,13 +109,13 @@ class IdleWatch:
         if loop is None or is_closed:
             self._notice()
         elif self._timer is None:
-            # Wait until the pause is over: each call redraws panels, and a rank may never stop
+            # Wait until the pause is over: a call may redraw panels, and a rank may never stop
             # printing.
             wait = max(0.0, self._notice_at - time.monotonic())
             self._timer = loop.call_later(wait, self._notice_now)
         elif self._is_active():
-            # Messages must be received now, so do not wait for the timer.  Such calls cannot come
-            # too often, since panels themselves limit how often they are drawn.
+            # While a task runs, do not wait for the timer: panels themselves limit how often they
+            # are drawn.
             self._timer.cancel()
             self._timer = loop.call_later(0.0, self._notice_now)
 

@@ -62,7 +62,7 @@ that the caller sends into the generator is the limit for the next step, in seco
 LONGEST_LOOK = 2.0
 """Seconds after which `Job.done` returns although new output comes all the time."""
 
-JOB_STEP_SECONDS = 0.05  # seconds that `done` waits for more output
+JOB_STEP_SECONDS = 0.05  # seconds for which each step of `done` waits for more output
 AWAITED_EVERY = 0.05  # seconds between two steps while code awaits the job
 
 
@@ -92,10 +92,10 @@ class Job:
         the job's output is shown.
         """
         self._steps = steps
-        self.task_run = running  # the task, or its last attempt
+        self.task_run = running  # the newest attempt of the cell
         self.title = f"`{name}`" if name else "the cell sent with --no-wait"
         self._place = place
-        self.step_others: Callable[[], None] = lambda: None  # shows the output of other jobs
+        self.step_others: Callable[[], None] = lambda: None  # shows the output of the pool's jobs
         self._result: CellResult[Any] | None = None
         self._error: BaseException | None = None
         self._ended = threading.Event()

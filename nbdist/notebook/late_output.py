@@ -97,7 +97,7 @@ class LateOutput:
 
 OUTPUTS_KEPT = 1000  # the most late outputs that are kept if no cell can show them
 
-CELLS_KEPT = 20  # cells whose displays can still change
+CELLS_KEPT = 20  # past cells that are kept, for late output and `%dist_output`
 
 
 class FinishedCells:

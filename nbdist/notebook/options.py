@@ -284,7 +284,7 @@ def _word(line: str, at: int) -> tuple[str, int]:
 def split_code(magic: Magic, line: str) -> tuple[str, str]:
     """Divide `-r 0 x = 1` into the options that come first and the code after them."""
     end = 0
-    with suppress(ValueError):  # a quote is not closed: the rest counts as code, and fails there
+    with suppress(ValueError):  # a quote is not closed: the rest counts as code
         for _, is_option, after in words_of(magic, line):
             if not is_option:
                 break

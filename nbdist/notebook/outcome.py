@@ -35,7 +35,8 @@ from nbdist.world.states import Machines
 from nbdist.world.task_error import error_of
 from nbdist.world.task_run import TaskRun
 
-FetchValues = Callable[[tuple[int, ...]], Mapping[int, Any]]  # fetches last values of these ranks
+# Fetches a cell's last values on the given ranks.
+FetchValues = Callable[[tuple[int, ...]], Mapping[int, Any]]
 
 
 class LastValues(Mapping[int, Any]):
@@ -168,7 +169,7 @@ class Failures:
     def __init__(self, routine: Routine) -> None:
         """`routine` has the newest snapshot, which notes on deaths tell the user to restore."""
         self.last: Why | None = None  # the last failure
-        # The newest failed cell: when its failure was found, the rank that failed first, its error.
+        # Of the newest failed task: when that was found, the rank that failed first, and its error.
         self.first_error: tuple[float, int, RankError] | None = None
         self._routine = routine
 

@@ -15,8 +15,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbdist.notebook.cell_text import execution_count, page_of
 from nbdist.world.task_run import TaskRun
 
-KIND = "kernel_info_request"  # the first message of every page
-# Messages that arrive while a cell runs are handled within this time after its end, in seconds.
+KIND = "kernel_info_request"  # the message that a page sends when it connects
+# A message that is handled within this time after a cell's end counts as sent during the cell.
 QUEUED_SECONDS = 0.5
 
 
@@ -46,7 +46,7 @@ class Pages:
         """Record each page that connects to this kernel, until the returned function is called."""
         handlers = getattr(kernel, "shell_handlers", {})
         original, is_on = handlers.get(KIND), True
-        if original is None:  # a kernel that is no ipykernel
+        if original is None:  # in a terminal, or in a kernel that is no ipykernel
             return lambda: None
 
         def handle(stream: Any, ident: Any, request: dict[str, Any]) -> Any:

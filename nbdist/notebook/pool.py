@@ -64,10 +64,11 @@ class Pool:
         self.pages = pools.pages
         self.name = name
         self.world: World | None = None
-        self.last: TaskRun | None = None  # the newest cell, also while it runs
-        self.request: dict[str, Any] = {}  # the Jupyter message of the last distributed cell
+        self.last: TaskRun | None = None  # the newest run of a cell, or of some magics
+        # The Jupyter message that last ran a cell on ranks, or showed its output (`%dist_output`).
+        self.request: dict[str, Any] = {}
         self._displayed_in = 0  # the length of IPython's history at the last call of `display`
-        # The link to the agent that `%load_ext` has started, until a world takes it over.
+        # The link to the agent that `%load_ext` has started; None once a world uses this agent.
         self.prestarted: Link | None = None
         self.routine = Routine()
         self.failures = Failures(self.routine)
@@ -129,7 +130,7 @@ class Pool:
         """Make a display for output of this pool below the notebook cell that runs now."""
         history: Any = getattr(self.shell, "history_manager", None)
         cells = getattr(history, "input_hist_raw", None) or [""]
-        # Only the first display of a cell may replace the cell's output: a cell can have several.
+        # A cell can have several displays: only the first may replace the cell's output.
         is_first, self._displayed_in = len(cells) != self._displayed_in, len(cells)
         auto = self._pools.auto
         cell = (auto.running or cells[-1]) if is_first else ""
@@ -329,7 +330,7 @@ class Pools:
         self._pools = {DEFAULT_POOL: Pool(self, DEFAULT_POOL)}
 
     def __iter__(self) -> Iterator[Pool]:
-        # A copy, because completion iterates on its own thread while a cell may make a pool.
+        # A copy, because the kernel's control thread may iterate while a cell makes a pool.
         yield from [*self._pools.values()]
 
     @property

@@ -35,7 +35,7 @@ from nbdist.words import format_ranks, in_pool, name_ranks
 from nbdist.world.engine import Engine
 from nbdist.world.spec import default_log_dir
 
-if TYPE_CHECKING:  # most notebooks have no widgets
+if TYPE_CHECKING:  # not imported otherwise, since most notebooks have no widgets
     from nbdist.world.widgets import Widgets
 
 # --- figures in terminals: files beside the log of their rank -------------------------------------
@@ -69,7 +69,7 @@ def _image(data: MimeBundle) -> tuple[str, bytes] | None:
 
 
 def _saved(suffix: str, image: bytes, log: str | None) -> str:
-    # A log file of another machine begins with the machine's name: `node1:/...`.
+    # The path of a log file on another machine begins with the machine's name: `node1:/...`.
     is_here = log is not None and log.startswith("/")
     own_folder = default_log_dir()
     if log is None or not (is_here or own_folder):
@@ -181,8 +181,8 @@ def _caption(text: str) -> Display:
 
 # --- widgets: messages between a widget's object on a rank and its model on the page --------------
 
-# Each widget has a comm between the notebook's kernel and the page.  The id of the comm is the id
-# of the widget on its rank.  The thread that receives a message of the page sends it to the rank.
+# Each widget has a comm, which is a Jupyter connection between the notebook's kernel and the page.
+# The comm has the id of the widget on its rank.
 
 CONTROL = "jupyter.widget.control"
 """The comm target by which a reloaded page asks for the state of all widgets."""

@@ -155,8 +155,8 @@ class Plan:
     _big: list[str] = field(default_factory=list)
     _held_back: dict[str, frozenset[int]] = field(default_factory=dict)
     question: SendQuestion | None = None
-    binds: frozenset[str] = frozenset()  # variables that the cell assigns in any case
-    # For each name that the cell reads, the names that the cell has bound before each such read.
+    binds: frozenset[str] = frozenset()  # variables that the cell assigns unless it fails
+    # Maps each name that the cell needs to the names that are bound at every read of it.
     bound_before: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @property
@@ -176,8 +176,7 @@ class Plan:
     # --- which names ----------------------------------------------------------------------
 
     # Following a name means to examine the variable, and the variables that its functions and
-    # classes use, and so on.  Names are not followed if a rank owns the variable, or if each worker
-    # has a variable of its own under the name.
+    # classes use, and so on, as far as they may be sent (`_is_for_workers`).
 
     def follow(
         self, names: Iterable[str], before: Mapping[str, frozenset[str]] | None = None
@@ -760,7 +759,7 @@ class Plan:
             for rank, each in replaced.items()
         }
         value = self._names[name]
-        if isinstance(value, types.ModuleType):  # both sides have imported the module
+        if isinstance(value, types.ModuleType):  # a rank that has the same module loses nothing
             replaced = {r: each for r, each in replaced.items() if each.kind != type_text(value)}
         if any(each.is_changed or each.others for each in replaced.values()):
             self._notices.append(replaced_text(name, self._names[name], replaced, self._verb(name)))

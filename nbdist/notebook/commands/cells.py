@@ -84,8 +84,8 @@ def send(line: MagicCall, steps: CellSteps) -> None:
         raised = _run_here(line, running)
         _give_names_to_ranks(line, running)
     if not options.no_wait:
-        # Remember the last attempt here, since `pool.last` may be a later cell: a callback of a job
-        # can send one.
+        # Remember the last attempt here, since `pool.last` may be another cell, which the callback
+        # of a job has sent.
         attempts = deque([running], maxlen=1)
         try:
             _bind(line, name, run_steps(steps, attempts.append))
@@ -257,7 +257,7 @@ def _split_ranks(_: Magic, text: str) -> tuple[str, list[str]]:
 )
 def rank(line: MagicCall) -> None:
     """Run the cell on some ranks only: `%%rank 0,2-3` is `%%distributed -r 0,2-3`."""
-    # Without workers this raises WorldNotStarted, since `%%rank` must not start workers.
+    # `busy_world` raises WorldNotStarted if there is no world: `%%rank` must not start workers.
     parse_ranks(line.options.ranks, line.busy_world.size)
     line.options = parse(distributed.run, line.command.shown_name, f"-r={line.options.ranks}")
     distributed.run(line)

@@ -61,7 +61,7 @@ ATTEMPT_OPTION = whole_number("--attempt", "a number, such as `--attempt 1`", mi
 
 STREAM_CHOICES = ("stdout", "stderr")
 
-PAGE_LINES = 10_000  # lines in each further request, if the first lines of a log are not enough
+PAGE_LINES = 10_000  # lines in each further request, if the first one brought too few
 
 ReadLogs = Callable[[GetLogs], tuple[LogTail, ...]]
 
@@ -159,7 +159,7 @@ def _files(tails: Sequence[LogTail], get: GetLogs, table: RankTable) -> Iterator
 
 # --- states, stacks, the last cell's output and the last failure ------------------------------
 
-SHORTEST = 0.5  # least seconds between refreshes by `--follow`, as each costs the ranks some time
+SHORTEST = 0.5  # least seconds between refreshes by `--follow`, as each takes some time
 
 DOCTOR_TIMEOUT = 180.0
 """Seconds for `nbdist doctor`, which itself allows 120 s for the import of torch."""

@@ -59,7 +59,7 @@ def split_line(magic: Magic, line: str) -> tuple[str, list[str]]:
     try:
         options, program = split_code(magic, line)
         words = shlex.split(program)
-    except ValueError as error:  # a quote that is not closed
+    except ValueError as error:  # for example, a quote is not closed
         raise UsageError(f"`%{magic.__name__}`: {str(error).lower()}.") from None
     return options, words[1:] if words[:1] == ["--"] else words
 
@@ -200,7 +200,7 @@ def debug_ranks(pools: Pools, original: Callable[..., Any], *args: Any, **kwargs
     if not is_wanted or not isinstance(error, NbdistError | Interrupted):
         return original(*args, **kwargs)
     if isinstance(error, UsageError) and shell.call_pdb:
-        return None  # no rank has run anything, so no rank has frames to debug
+        return None  # most such errors come before ranks run anything: there is nothing to debug
     errors = [(pool.failures.first_error, pool.name) for pool in pools]
     failed = [(error[0], name) for error, name in errors if error is not None]
     _, name = max(failed, default=(0.0, DEFAULT_POOL))

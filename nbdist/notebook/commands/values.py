@@ -253,7 +253,7 @@ def dist_sync(line: MagicCall) -> str:
 # --- snapshots of the workers' variables ------------------------------------------------------
 
 EVERY_OPTION = whole_number("--every", "a number, such as `--every 1`, or 0", minimum=0)
-MAX_NAMED_VARIABLES = 20  # the most variables whose names a message lists
+MAX_NAMED_VARIABLES = 20  # the most variables named in messages on pushes and snapshots
 
 FROM_RANK = whole_number("--from", "a number, such as `--from 1`, or 0", minimum=0)
 
