@@ -98,13 +98,13 @@ class ControlThread:
     def _answer(
         self, request: control.ControlRequest, send: Callable[[control.ControlReply], None]
     ) -> None:
-        # Completions, nccl's aborts and the end of an earlier debugger can take seconds each,
-        # so they run on threads of the executor. Otherwise a later request, such as an abort that
-        # releases this rank, would wait for them.
+        # Completions, descriptions, nccl's aborts and the end of an earlier debugger can take
+        # seconds, so they run on threads of the executor. Otherwise a later request, such as an
+        # abort that releases this rank, would wait for them.
         match request:
             case Complete() | Inspect():
-                # Two threads must not call IPython's completer at once. While one of them calls it,
-                # answer any other question with `Ok`, which brings the user nothing.
+                # Two threads must not call IPython's completer at once. So while one question is
+                # answered, answer any other with `Ok`, which brings the user nothing.
                 if self._consult_future is not None and not self._consult_future.done():
                     return send(control.Ok())
                 future = self._consult_future = self._executor.submit(self._consult, request)
@@ -179,7 +179,7 @@ class ControlThread:
             case control.LastCollective():
                 return probe.last_collective() or control.Ok()
             case control.ListGroups():
-                # Report size 0 if the last attempt to form the group failed.
+                # Report size 0 if a resize has ended the old group and not formed the new one.
                 size = self._start.world.world_size if group is None or group.is_whole else 0
                 members = {} if group is None else group.subgroup_members()
                 return control.HeldGroups(self._start.rank, size, members)

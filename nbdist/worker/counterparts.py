@@ -90,17 +90,18 @@ class Counterparts:
         self._states: dict[int, ObjectState] = {}
         self._digests: dict[int, str] = {}
         self._sent_values: dict[str, Identity] = {}
-        self._orphans: set[int] = set()  # keys of objects that have ended in the notebook
+        self._orphans: set[int] = set()  # keys of objects that the notebook has freed
         # By key, objects that messages of the notebook have removed from variables or containers of
         # this rank. The notebook may refer to them again, so they are kept alive.
         self._retained: dict[int, Any] = {}
         self._released: list[Any] = []  # objects that `forget` has taken from `_retained`
         self._pinned: list[Any] = []  # keeps all objects with a key alive between two tasks
-        # By key, the version counter of a tensor when the tensor was received.
+        # By key, a tensor's version counter when the tensor, or a change of it, was last received.
         self._versions: dict[int, int] = {}
-        # Keys of memory and containers that this rank has changed in place.
+        # Keys of memory that this rank has changed in place, and of changed containers that `links`
+        # drops because nothing else refers to them.
         self._altered_keys: set[int] = set()
-        self._lost_keys: list[int] = []  # keys of altered memory and containers that have ended
+        self._lost_keys: list[int] = []  # keys of altered memory and containers that were freed
         # Keys of objects and memory that the arguments of the present call have brought.
         self._lent_keys: list[int] = []
 
@@ -209,8 +210,8 @@ class Counterparts:
     def _write_block(self, key: int, contents: Any) -> None:
         """Write new contents into the memory that has this key; do nothing if it has ended."""
         root = self._find(key)
-        # The tensors that used this memory have ended, or have other memory by now. In the latter
-        # case they get their data by updates of their own.
+        # If `root` is None, the tensors that used this memory were freed, or have other memory by
+        # now. In the latter case they get their data by updates of their own.
         if root is None:
             return
         new = np.frombuffer(contents, np.uint8)
@@ -439,7 +440,7 @@ class Counterparts:
 
     def _read_states(self, entries: Iterable[Any]) -> dict[int, ObjectState]:
         entries = [*entries]
-        if not entries:  # saves time: most tasks change nothing
+        if not entries:  # saves time: no scan is needed
             return {}
         scan = self._new_scan()
         with without_cycles():

@@ -306,7 +306,7 @@ class OwnModules(MetaPathFinder):
     """
 
     def __init__(self) -> None:
-        # By module, when its import began, in ns since 1970. `_find_edited` removes the entries.
+        # By module name, when an import began, in ns since 1970. `_find_edited` clears the table.
         self._import_starts: dict[str, int] = {}
         self._sources: dict[str, ModuleSource] = {}
         self._is_reloading = False
@@ -390,7 +390,7 @@ class OwnModules(MetaPathFinder):
                 digest = _digest_of(file) if is_as_imported else b""
                 imported = modified_ns if is_as_imported else began_ns
                 self._sources[name] = ModuleSource(file, _short_path(name, file), imported, digest)
-        self._import_starts.clear()  # the remaining names are of imports that have failed
+        self._import_starts.clear()  # `sys.modules` has none of the remaining names
         times = {name: (each, _modified_ns(each.file)) for name, each in self._sources.items()}
         return {
             name: (each, modified_ns)

@@ -140,7 +140,7 @@ class WorkerKernel(IPythonKernel):
             forget_errors(self.shell, error)
             error = None
             gc.collect()  # reference cycles may keep the frames of the error, and their variables
-        # Release the task's objects before `pop_ended_keys` lists the objects that have ended.
+        # Release the task's objects before `pop_ended_keys` lists the objects that were freed.
         error = value = None
         self.namespace.forget_old_values(context.bound | context.deleted)
         done["changed"] = self.own_modules.pop_edited_files(
@@ -190,8 +190,8 @@ class WorkerKernel(IPythonKernel):
         IPython before or after the cell's own code.
         """
         # Packed arguments may refer to objects that `end_idle` drops. So do not call `end_idle`
-        # here for an op with packed arguments. If the op is a call of a function, `receive_values`
-        # calls `end_idle` once it has read the arguments.
+        # here for an op with packed arguments. If the op calls a function, `receive_values` or
+        # `receive_plain` calls `end_idle`.
         if not (isinstance(work, OpCall) and "packed" in work.arguments):
             self.namespace.counterparts.end_idle()
         if isinstance(work, CellCode):
@@ -379,7 +379,7 @@ def make_app(start: WorkerStart) -> WorkerApp:
 
     The kernel's sockets are bound when this returns.
     """
-    # A forked process may have inherited its parent's running loop.
+    # A forked process may have inherited an event loop of its parent.
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     # Let every signal wake the loop. During a top-level `await`, ipykernel's handler of SIGINT only
@@ -396,9 +396,9 @@ def make_app(start: WorkerStart) -> WorkerApp:
     # Print the texts of `x?` and `%psource` like any other output: no front end shows the pager of
     # a worker.
     shell.set_hook("show_in_pager", as_hook(display_page), 0)
-    # By this key tqdm and transformers recognize a notebook, in which they draw bars as widgets or
-    # as HTML that changes. But a rank's bars must be text, which the notebook compares. Libraries
-    # that recognize a notebook by the name of the shell's class still do so.
+    # By this key transformers and older versions of tqdm recognize a notebook, in which they draw
+    # bars as HTML that changes or as widgets. But a rank's bars must be text, which the notebook
+    # compares. Libraries that recognize a notebook by the name of the shell's class still do so.
     shell.config.pop("IPKernelApp", None)
     number_cells(shell)
     shell.shorten_tracebacks()

@@ -198,7 +198,7 @@ class Probe:
             return name
         callers = [outer for inner, outer in pairwise(frames) if inner.f_code is wait.__code__]
         if callers:
-            # User code waits in `dist.recv`, or in the `wait` of a collective that it began before.
+            # The wait is for a send or recv, or for a collective that Flight Recorder lacks.
             has_name = not seam.RECORDS_GLOO or callers[0].f_code in POINT_TO_POINT
             return (has_name and _called_function(frames)) or WAIT_KINDS
         if (function := _called_function(frames)) or seam.RECORDS_GLOO:
@@ -399,10 +399,9 @@ def restore_crash_file() -> None:
 
 # --- where CPython keeps a thread's calls: the agent reads the memory of the worker ------------
 
-# Offsets in structs of CPython's headers, the same in all releases of a minor version: _ts and
-# _PyCFrame (cpython/pystate.h), _PyInterpreterFrame (internal/pycore_frame.h), PyCodeObject
-# (cpython/code.h). In a free-threaded build of Python these offsets are wrong: the agent notices
-# that the objects there have other types, and shows no stack.
+# Offsets in structs of CPython, the same in all releases of a minor version: _ts, _PyCFrame (up to
+# Python 3.12), _PyInterpreterFrame and PyCodeObject. In a free-threaded build of Python these
+# offsets are wrong: the agent notices that the objects there have other types, and shows no stack.
 
 OFFSETS = {
     # By version of Python, the offsets of these fields of `CallLayout`: (holder, call), (code,

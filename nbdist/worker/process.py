@@ -299,7 +299,8 @@ os.register_at_fork(
     after_in_child=_write_lock.release,
 )
 
-# The lowest descriptor for nbdist's own use: programs may close or write to all low descriptors.
+# The lowest number for the duplicates of descriptors 1 and 2, if the limit allows it: programs may
+# close or write to all low descriptors.
 FIRST_PRIVATE = 200
 
 # nbdist's own duplicates of the descriptors 1 and 2, which cells may close.
@@ -337,7 +338,7 @@ def flush_streams() -> None:
     A cell can bind `sys.stdout` or `sys.stderr` to None, or close descriptor 1 or 2.
     """
     for name, stream in _own_streams.items():
-        if getattr(sys, name) is None:  # a cell has set it to None, and now no cell could run
+        if getattr(sys, name) is None:  # a cell has set it to None: no later cell could run
             setattr(sys, name, stream)
         with suppress(Exception):
             getattr(sys, name).flush()

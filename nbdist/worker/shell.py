@@ -171,7 +171,8 @@ class WorkerShell(AnnouncesErrors):
         if group is None:
             super().showtraceback(exc_tuple, *args, **options)
             return
-        # Debuggers read these attributes of `sys`, which IPython does not set for a group.
+        # Debuggers read these attributes of `sys`. IPython's `showtraceback` would set them, but is
+        # not called for a group.
         vars(sys).update(last_type=kind, last_value=error, last_exc=error, last_traceback=tb)
         self.publish_error(kind, error, group_traceback(kind, error, tb))
 

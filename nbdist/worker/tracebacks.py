@@ -387,7 +387,7 @@ def _gpu_remedy(error: BaseException) -> str:
 
 DRIVER_TIMEOUT = 3.0  # seconds for the GPU's driver to answer, which usually takes microseconds
 
-# Matches messages of cudaGetErrorString (CUDA 13), which HIP uses, too.
+# Matches messages with texts of cudaGetErrorString (CUDA 13); some texts of HIP are the same.
 LASTING_DEVICE_ERROR = re.compile(
     r"(?:Triton Error \[)?(?:CUDA|HIP)\b[^:\n]*: ("
     r"an illegal memory access was encountered"  # CUDA error 700

@@ -21,8 +21,8 @@ from nbdist.output.events import MAX_STEP, MIN_STEP_WIDTH
 
 TRACK_SEND_INTERVAL = 0.5  # seconds between two messages
 MAX_WAITING_CALLS = 4_096  # calls that are kept before they are aggregated
-# A message has at most MAX_POINTS_SENT points, which all tracked names share equally. But each name
-# may have MIN_POINTS_SENT points, even if its share is smaller.
+# If there are too many points for a message, they are merged to about MAX_POINTS_SENT. Each name in
+# the message has an equal share of these, but at least MIN_POINTS_SENT.
 MAX_POINTS_SENT, MIN_POINTS_SENT = 256, 4
 MAX_TRACKED_NAMES, MAX_TRACKED_NAME_LENGTH = 64, 100
 

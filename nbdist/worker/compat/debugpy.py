@@ -251,7 +251,7 @@ def _forget_tracers() -> None:
 def is_frame_of_debugger(frame: FrameType) -> bool:
     """Return True for a call of pydevd, such as the wait at a breakpoint."""
     file, function = frame.f_code.co_filename, frame.f_code.co_name
-    # From Python 3.12 on, Python enters pydevd by a function that Cython has compiled.
+    # From Python 3.12 on, Python enters pydevd by a wrapper that Cython has made.
     is_made_by_cython = file == "<stringsource>" and "pydevd" in function
     return file.startswith("_pydevd") or "/debugpy/_vendored/" in file or is_made_by_cython
 

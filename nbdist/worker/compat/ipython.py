@@ -188,7 +188,7 @@ def _with_number(part: str, numbers: Mapping[str, int]) -> str:
 
 def prepare_jedi(completer: Any) -> None:
     """Import jedi and its modules, which takes seconds, then let IPython's completer use jedi."""
-    # jedi raises Python's limit of recursion when it is imported: undo this for the user's code.
+    # Older versions of jedi raise Python's limit of recursion on import: undo this for user code.
     limit = sys.getrecursionlimit()
     jedi = import_module("jedi")
     write_cache_whole(import_module("parso.cache"))
@@ -232,7 +232,8 @@ OUTER_PACKAGES = (
 IN_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in OUTER_PACKAGES)
 RUNPY = f"{os.sep}runpy.py"
 
-# Methods of IPython 8 that cache up to 1,024 frames, and so keep the frames' variables alive.
+# Methods by which older versions of IPython, such as 8, cache up to 1,024 frames, and so keep the
+# frames' variables alive.
 CACHES = ("_cachable_skip", "_cached_one_parent_frame_debuggerskip")
 # The attribute in which Python 3.14 keeps the last debugger, with the frames that it has shown.
 LAST = "_last_pdb_instance"
@@ -429,7 +430,7 @@ def use_debugger(stop_at: Callable[[FrameType | None], bool]) -> None:
     # is `Debugger` by then.
     if hasattr(torch.distributed, "_DistributedPdb"):
         torch.distributed._DistributedPdb = Debugger
-    # ipykernel's own hook does nothing once debugpy has been imported.
+    # `breakpoint()` calls this hook. Python's own hook would not call `stop_at`.
     sys.breakpointhook = partial(stop_at_breakpoint, stop_at)
 
 

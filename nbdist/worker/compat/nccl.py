@@ -38,7 +38,7 @@ from nbdist.worker.compat.torch import (
 # Whether Flight Recorder records the collectives of nccl2, and marks those that have ended. torch
 # 2.14 has nccl2, but does not record its collectives.
 RECORDS_NCCL2 = VERSION >= (2, 15)
-# Matches messages of NCCL and torch about this process's own GPU, and none about other ranks.
+# Matches messages of NCCL and torch about this process's own GPU.
 OF_OWN_GPU = re.compile(r"\bcuda\b", re.IGNORECASE)
 
 

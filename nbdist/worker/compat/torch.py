@@ -198,7 +198,8 @@ def name_groups(choose: Callable[[str, Sequence[int], bool], str]) -> None:
     original = distributed_c10d._process_group_name
 
     def name(ranks: Sequence[int], use_hashed_name: bool) -> str:  # noqa: FBT001
-        # Call torch's function even if its name is not used, because the function counts groups.
+        # Call torch's function even if its name is not used, because the function counts the groups
+        # to which it gives a number as a name.
         return choose(str(original(ranks, use_hashed_name)), ranks, use_hashed_name)
 
     distributed_c10d._process_group_name = name  # type: ignore[assignment]

@@ -328,7 +328,7 @@ def reset_interrupted_steps() -> None:
         models_seam.reset_ddp_step(model)
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     for module in instances_of(fsdp) if fsdp else ():
-        with suppress(RuntimeError):  # raised if the model waits for a collective that has failed
+        with suppress(RuntimeError):  # raised if the reset waits for a collective that has failed
             models_seam.reset_fsdp_step(module)
 
 

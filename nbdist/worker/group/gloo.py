@@ -102,7 +102,7 @@ def is_between_ranks(error: Exception) -> bool:
     if NO_THREAD.search(text):
         # No thread could be started. If this process has a limit on address space (`ulimit -v`),
         # it may have reached that limit. Otherwise the cause is the limit on the number of threads,
-        # which all ranks share.
+        # which ranks of one machine share.
         return resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
     is_between = isinstance(error, ConnectionError | dist.DistError | BadEnvironment)
     return (is_between or "gloo/" in text) and not LACKS.search(text)
@@ -129,9 +129,9 @@ class Gloo:
         # Where the next new backend meets the other ranks. This is None if user code makes the
         # group: the ranks then meet in the store that torch passes to the backend.
         self.next_meeting: Meeting | None = None
-        # A backend that can connect again always uses the store with which it was made. So all such
-        # backends get this store, and whenever one connects, `leading_to` makes the store pass
-        # calls to the store where the ranks meet now.
+        # A backend that can connect again always uses the store with which it was made. So such
+        # backends get this store, unless user code sets their options. Whenever one of them
+        # connects, `leading_to` makes this store pass calls to the store where the ranks meet now.
         self.store = AbortableStore(Meeting(None))
         # With TORCH_GLOO_LAZY_INIT ranks connect only in the first collective. By then `self.store`
         # no longer passes calls to the right store, so backends cannot connect again.

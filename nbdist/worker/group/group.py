@@ -233,7 +233,7 @@ class Group:
             self._default.name_after(f"sized{start.sized_in}")
         is_first = start.generation == 1
         # Make the backend use the store of `meeting`. The store that torch passes adds prefixes to
-        # keys, so a new rank would not find the survivors, which use keys without prefixes.
+        # keys, so a new rank would not find the survivors, whose keys lack these prefixes.
         self._gloo.next_meeting = meeting
         try:
             # In later generations make the group without torch's wrapper that compares collectives:
@@ -432,7 +432,7 @@ class Group:
         if self._rendezvous is not None:
             self._rendezvous.rank = start.rank
             self._file = self._rendezvous.join(generation, start.world.world_size)
-            # Backends can be connected again only by a store that has `compare_set`.
+            # gloo's backends can be connected again only by a store that has `compare_set`.
             self._gloo.renews = self._gloo.renews and self._rendezvous.compares
             self._shared.meeting = Meeting(self._store_of(0, WORLD))
 

@@ -64,9 +64,9 @@ class Nccl:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # An nccl2 backend always uses the store with which it was made. So these backends get this
-        # store, and whenever one connects, `leading_to` makes the store pass calls to the store
-        # where the ranks meet now.
+        # An nccl2 backend always uses the store with which it was made. So the nccl2 backends that
+        # nbdist connects get this store. Whenever one of them connects, `leading_to` makes this
+        # store pass calls to the store where the ranks meet now.
         self.store = _Claimed(Meeting(None))
         self._connects_later = False
         self._aborting = threading.Lock()
@@ -182,7 +182,7 @@ def _progress_of(adapter: seam.Adapter) -> Callable[[], bool]:
         if pending < before:
             last_end = now
         elif not pending:
-            # The abort waits for CUDA graphs that have captured a collective: reset all graphs.
+            # The abort may wait for CUDA graphs that have captured a collective: reset all graphs.
             for graph in instances_of(accelerator.graph()):
                 graph.reset()
         return now < min(deadline, last_end + NCCL_ABORT_TIMEOUT)
@@ -376,7 +376,7 @@ class Recording:
     def newest_pending(self, counts: Mapping[str, Counts]) -> str:
         """Return the name of the newest collective that has not ended; "" if there is none."""
         if _have_ended(counts):
-            return ""  # reading the entries would take a thousand times as long as the counters
+            return ""  # reading the entries would take much longer than reading the counters
         return next((operation_of(entry) for entry in self._entries() if not entry["retired"]), "")
 
     def begun(self, counts: Mapping[str, Counts], since_ns: int) -> tuple[Begun, ...]:

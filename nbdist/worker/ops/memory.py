@@ -73,8 +73,7 @@ PEAKS = Peaks()  # a single object, because a process runs one cell at a time
 
 # --- measuring --------------------------------------------------------------------------
 
-# Seconds of processor time after which a search ends. If a rank has a million tensors, the report
-# has the tensors that were found by then.
+# Seconds of processor time after which a search ends. The report has what was found by then.
 SEARCH_SECONDS = 2.0
 
 
@@ -248,7 +247,7 @@ LEAST_INSIDE = 1 << 10
 Objects of libraries have many smaller arrays.
 """
 
-LARGE_BYTES = 1 << 20  # the least size of a `bytes` object that is shown
+LARGE_BYTES = 1 << 20  # the least size of a `bytes` or `bytearray` that is shown
 
 
 class _Several(list[Any]):
@@ -453,8 +452,8 @@ def last_errors(shell: Any, raised: BaseException | None = None) -> Iterator[Bas
     Their causes, contexts and the exceptions in exception groups are yielded, too.
     """
     result = shell.last_execution_result
-    # Begin with the exceptions of the last cell. `sys` has the last exception that was shown, which
-    # may be of an earlier cell: a BdbQuit is not shown.
+    # Yield the exceptions of the last cell before those in `sys`. `sys` has the last exception that
+    # was shown, which may be of an earlier cell: a BdbQuit is not shown.
     of_cell = [] if result is None else [result.error_in_exec, result.error_before_exec]
     shown = [getattr(sys, name, None) for name in ("last_exc", "last_value")]
     waiting, seen_ids = [raised, *of_cell, *shown], set()
@@ -474,7 +473,7 @@ def locals_of(error: BaseException) -> Iterator[tuple[str, dict[str, Any]]]:
     The text names the place: " in f(), line 3".
     """
     for frame, line in traceback.walk_tb(error.__traceback__):
-        # Leave out the code of cells, whose variables are in the namespace.
+        # Take only functions: the variables of a cell's own statements are in the namespace.
         if frame.f_code.co_flags & 0x1:
             yield f" in {frame.f_code.co_name}(), line {line}", {**frame.f_locals}
 
@@ -513,8 +512,8 @@ def forget_errors(shell: Any, raised: BaseException | None = None) -> None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             with suppress(RuntimeError):  # the call of this frame still runs
                 frame.clear()
-                # If code has read `f_locals` before, the frame has a copy of its variables. Reading
-                # `f_locals` again empties the copy.
+                # Up to Python 3.12, a frame whose `f_locals` was read before has a copy of its
+                # variables. Reading `f_locals` again empties the copy.
                 _ = frame.f_locals
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         if hasattr(sys, name):

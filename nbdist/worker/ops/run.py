@@ -44,7 +44,7 @@ from nbdist.worker.tracebacks import contents_of, failure_of, message_of
 
 WORKER_PREFIX = os.path.dirname(os.path.dirname(__file__)) + os.sep
 PYTHON_PREFIXES = tuple({prefix + os.sep for prefix in (sys.prefix, sys.base_prefix)})
-# Files whose calls come before a script's own calls. These files are left out of tracebacks.
+# Files of the calls that come before a script's own calls, and are left out of its traceback.
 RUNNERS = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 # Once the results have this many bytes, `map_items` sends them to the notebook, even if this rank
 # still has items to work on.
@@ -186,7 +186,7 @@ def _load(program: Script) -> tuple[CodeType, str, dict[str, Any]]:
     _, spec, code = runpy._get_module_details(program.name)  # type: ignore[attr-defined]
     sys.argv[0] = spec.origin
     source = getattr(spec.loader, "get_source", lambda _: None)(spec.name) or ""
-    # Compile the source again: Python uses an old .pyc file if the source was edited within a
+    # Compile the source again: Python may use an old .pyc file if the source was edited within a
     # second after the last compilation.
     if source:
         code = compile(source, spec.origin, "exec", dont_inherit=True)

@@ -170,8 +170,8 @@ def bind_synced(context: Context, wanted: Sequence[str]) -> None:
     context.bound |= bound.names & {*wanted}
     context.gained |= {*bound.gained}
     if _any(bool(bound.names)):
-        # DDP reduces gradients in buckets. Ranks that had a model before have other buckets than
-        # the ranks that have received it now, so all ranks make their buckets again.
+        # DDP reduces gradients in buckets. Ranks that had a model before may have other buckets
+        # than the ranks that have received it now, so all ranks make their buckets again.
         renew_reducers()
 
 
