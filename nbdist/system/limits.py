@@ -305,7 +305,7 @@ class OomKills:
 
     def __init__(self, pid: int) -> None:
         """Record the number of kills so far, for the process `pid`."""
-        names = {2: "memory.events", 1: "memory.oom_control"}  # cgroups(7), proc(5)
+        names = {2: "memory.events", 1: "memory.oom_control"}  # files with a line `oom_kill`
         groups = control_groups("memory", pid)
         files = (*(group.folder / names[group.version] for group in groups), Path("/proc/vmstat"))
         counts = ((file, _oom_kills_in(file)) for file in files)

@@ -296,7 +296,7 @@ class Guard:
 
         The guard calls `after_kill` if this process is killed (`fork_below_guard`).
         """
-        with suppress(BrokenPipeError):  # the guard is being killed
+        with suppress(BrokenPipeError):  # the guard has exited
             os.write(self._pipe, word)
 
 
@@ -498,7 +498,7 @@ def _wait_for(agent: int, notebook: int | None, pipe: int, grace: float) -> tupl
     """
     agent_exit, poller = os.pidfd_open(agent), select.poll()
     poller.register(agent_exit, select.POLLIN)
-    poller.register(sys.stdin, 0)  # POLLHUP: the notebook's end of the pipe was closed
+    poller.register(sys.stdin, 0)  # POLLHUP: the other end of stdin was closed
     try:
         if notebook is not None:
             poller.register(os.pidfd_open(notebook), select.POLLIN)

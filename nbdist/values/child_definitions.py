@@ -60,7 +60,7 @@ def _reduce(_pickler: ForkingPickler, value: Any) -> Any:
     return _receive, (_mark(value), file.getvalue())
 
 
-class _Pickler(by_value.Pickler):  # type: ignore[misc]  # it has no types
+class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """Pickles as cloudpickle does, but keeps the annotations of classes on Python 3.14, too."""
 
     def reducer_override(self, value: Any) -> Any:
@@ -73,7 +73,7 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # it has no types
 
 def _receive(mark: str, pickled: bytes) -> Any:
     if mark not in _marked and parent_process() is None:
-        # A class that was pickled as a part of another definition is not in the table yet.
+        # A class that was pickled as a part of another definition may not be in the table yet.
         _mark_all()
     if (definition := _marked.get(mark)) is not None:
         return definition

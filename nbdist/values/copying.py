@@ -195,8 +195,8 @@ class _Copying:
                 old[:] = new
             case _:
                 attributes = {name: sub(part) for name, part in vars(new).items()}
-                # Remove attributes that the new object lacks; but not from a module, nor if the
-                # class's own `__getstate__` may have left the attributes out of the pickle.
+                # Remove attributes that the new object lacks; but not from a module, nor if a
+                # `__getstate__` may have left the attributes out of the pickle.
                 kind: Any = type(old)
                 if kind.__getstate__ is object.__getstate__ and not self._is_module(old):
                     for name in vars(old).keys() - attributes.keys():
@@ -255,7 +255,7 @@ def _parts_of_definition(value: Any) -> dict[Any, Any]:
     parts: dict[Any, Any] = dict(vars(value))
     parts |= {"__defaults__": value.__defaults__, "__kwdefaults__": value.__kwdefaults__}
     for number, cell in enumerate(value.__closure__ or ()):
-        with suppress(ValueError):  # the variable has no value yet
+        with suppress(ValueError):  # the variable has no value
             parts[number] = cell.cell_contents
     return {name: part for name, part in parts.items() if part is not None}
 

@@ -148,8 +148,8 @@ def require_importable(module: types.ModuleType) -> str:
     name = module.__name__
     if sys.modules.get(name) is not module:
         raise pickle.PicklingError(f"module {name!r} cannot be imported by its name")
-    # A module without a spec was made by code and has no file.  A submodule is accepted, because
-    # the receiver may get the submodule by importing the package.
+    # A module without a spec was made by code, so the receiver can hardly import it.  But a
+    # submodule is accepted: the receiver may get it by importing the package.
     if module.__spec__ is None and name != "__main__" and "." not in name:
         raise pickle.PicklingError(f"module {name!r} does not come from a file")
     return name
@@ -164,8 +164,8 @@ def global_names(code: types.CodeType) -> frozenset[str]:
         return cached
     used, stored = set(), {"__name__"}
     bytecode = dis.Bytecode(code)
-    # A name counts as stored only if its STORE_NAME surely runs, because it comes before the first
-    # jump and the first `try`.
+    # A name counts as stored only if the instruction that stores it comes before the first jump and
+    # the first `try` or `with`, and so runs in any case.
     straight = min((each.start for each in bytecode.exception_entries), default=sys.maxsize)  # type: ignore[attr-defined]  # in no stub
     for instruction in bytecode:
         name = instruction.argval
@@ -179,7 +179,7 @@ def global_names(code: types.CodeType) -> frozenset[str]:
             case "DELETE_NAME":
                 stored.discard(name)
             # The body of a class looks among its own names first, so only a name that the body has
-            # not stored is global.
+            # not stored may be global.
             case "LOAD_NAME" if name not in stored:
                 used.add(name)
     inner = (global_names(each) for each in code.co_consts if isinstance(each, types.CodeType))
@@ -430,7 +430,7 @@ def make_class(maker: Callable[..., type], args: tuple[Any, ...], qualname: str)
     try:
         with _without_hooks(args, _received):
             made = maker(*args)
-    except Exception:  # noqa: BLE001 (a hook here may need arguments that were not sent)
+    except Exception:  # noqa: BLE001 (a hook may need arguments that were not sent)
         with _without_hooks(args):
             made = maker(*args)
     made.__qualname__ = qualname
@@ -499,7 +499,7 @@ def cell_source(filename: str) -> CellSource | None:
     """Return the cell that was compiled under this file name; None if there is no such cell."""
     match linecache.cache.get(filename):
         # A cell's entry has no modification time, since it was not read from a file.  IPython 7
-        # adds entries with a time, but their files do not exist.
+        # adds entries with a time, but their files mostly do not exist.
         case (_, time, list(lines), _) if time is None or not os.path.exists(filename):
             source = "".join(lines)
             return CellSource(source, _number_of(filename, source))

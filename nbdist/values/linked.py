@@ -56,7 +56,7 @@ class ReceivedMessage(NamedTuple):
 
     values: dict[str, Any]  # by the name of the variable
     updates: list[ObjectUpdate]
-    objects: list[tuple[int, str, Any]]  # new objects: key, tool such as "dict", object
+    objects: list[tuple[int, str, Any]]  # new objects: key, kind ("tool") such as "dict", object
     blocks: list[tuple[int, str, Any]]  # new memory blocks: key, digest or "", array of the bytes
 
 
@@ -282,7 +282,7 @@ class _LinkedPickler(Pickler):
 
     def reducer_override(self, value: Any) -> Reduced:
         """Return how an object is pickled; pickle calls this for all but objects of basic types."""
-        if type(value) is OrderedDict:  # avoids slow checks, since torch modules have many
+        if type(value) is OrderedDict:  # avoids slow checks: torch modules have many of these
             return NotImplemented
         if is_plain_array(value):
             entry = self.memory.links.by_id.get(id(value))
@@ -368,8 +368,8 @@ def write(
     pickler.dump(MadeBy(definitions.keep_cell_sources, pickler.sources))
     frames: list[Buffer] = [pickler.file.getvalue(), *pickler.buffers]
     size = sum(memoryview(frame).nbytes for frame in frames)
-    # Frames are views of the memory of pickled objects.  The pickler keeps these objects alive, so
-    # the frames must keep the pickler alive.
+    # Frames can be views of the memory of pickled objects.  The pickler keeps these objects alive,
+    # so the frames must keep the pickler alive.
     message = ValueMessage(_Frames(frames), size, frozenset(new))
     message.frames.pickler = pickler  # type: ignore[attr-defined]
     return message

@@ -152,7 +152,7 @@ class Links:
         self.by_key: dict[int, LinkEntry] = {}
         self._strong: dict[int, _StrongEntry] = {}
         self.blocks = Blocks(self)
-        # Whether an object has ended since the last `drop_unused`, so that its parts may be unused.
+        # Whether an object may have ended since the last `drop_unused`, and its parts be unused.
         self.has_dead = False
         self._next = itertools.count(random.SystemRandom().getrandbits(40) << 22)
         self._dead: list[int] = []
@@ -349,8 +349,8 @@ class Blocks:
             block.add_owner(make_ref())
             return block
         is_whole = root[1] - root[0] <= max(MAX_WHOLE_BYTES, 2 * (end - start))
-        # Begin the block at an aligned address.  Then a view, whatever its dtype, begins a whole
-        # number of elements after the beginning of the block.
+        # Begin the block a multiple of ALIGNMENT bytes after the beginning of the memory.  Then a
+        # tensor of any dtype begins a whole number of elements after the beginning of the block.
         bounds = root if is_whole else (start - (start - root[0]) % ALIGNMENT, end)
         return self.add(MemoryBlock(self._links.new_key(), *bounds, make_ref(), device))
 

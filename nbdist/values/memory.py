@@ -194,7 +194,7 @@ def map_file(
     mode: Any = "r+" if writeable else "r"
     whole: Any = np.memmap(span.path, np.uint8, mode, span.start, (span.size,))
     array = np.ndarray.__new__(np.memmap, shape, dtype, whole, span.at, strides)
-    vars(array).update(vars(whole))  # the attributes `filename`, `mode` and the mapping
+    vars(array).update(vars(whole))  # the file's name, mode and offset, and the mapping
     return array
 
 

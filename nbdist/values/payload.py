@@ -29,8 +29,8 @@ V = TypeVar("V")
 
 # --- segments --------------------------------------------------------------------------------
 
-# Each frame begins at a multiple of this number of bytes, the size of a cache line, as torch's
-# allocator and vector instructions prefer.
+# Each frame begins at a multiple of this number of bytes, to which torch's allocator for the CPU
+# aligns memory, too.
 ALIGNMENT = 64
 
 COPY_PIECE = 32 << 20

@@ -56,7 +56,7 @@ class Pickled:
     """
 
     def __init__(self, pickler: Pickler) -> None:
-        # The pickler keeps all pickled objects alive, so that no other object gets their ids.
+        # The pickler's memo keeps pickled objects alive, so that no other object gets their ids.
         self._pickler = pickler
         self.frames: list[Buffer] = [pickler.file.getvalue(), *pickler.buffers]
         left_out = pickler.file.left_out
@@ -111,7 +111,7 @@ def unpickle(frames: Sequence[Buffer], namespace: dict[str, Any] | None = None) 
     the sender's `__main__` get `namespace`, or by default this process's `__main__`, as their
     globals.
     """
-    # Copy `bytes`, because arrays and tensors on their memory would be read-only.
+    # Copy `bytes`, because arrays on their memory would be read-only.
     buffers = [bytearray(frame) if isinstance(frame, bytes) else frame for frame in frames[1:]]
     with definitions.receiving(namespace):
         return load(frames[0], buffers)[0]
@@ -175,7 +175,7 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
     def __init__(
         self, namespace: dict[str, Any], tensors: TensorReducer, reduce: Reduce | None
     ) -> None:
-        # A dict, since pickle looks up each object's type, and a ChainMap is slow Python code.
+        # A dict, since pickle looks up types often, and a ChainMap is slow Python code.
         self.dispatch_table = entries = dict[type, Any]()
         for table in self._tables:
             entries |= table
@@ -221,8 +221,8 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
         if isinstance(value, ctypes.CDLL):
             # pickle would send the library's handle, a number that means nothing elsewhere.
             raise plain_pickle.PicklingError("a loaded library cannot be pickled")
-        # This is not in `dispatch_table`, because pickle would use the entry for importable
-        # functions, too, which are pickled by their names.
+        # `dispatch_table` has no entry for cached functions, because pickle would use the entry for
+        # importable functions, too, which are pickled by their names.
         if kind is _CACHED and not definitions.is_importable(value):
             wrap = MadeBy(functools.lru_cache, *value.cache_parameters().values())
             return operator.call, (wrap, value.__wrapped__)
@@ -251,8 +251,8 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
             return reduced  # pickle sends the function by its name
         module = sys.modules.get(namespace.get("__name__", ""))
         if module is not None and module.__dict__ is namespace:
-            # The function is a closure that a library has made, for example by a decorator.  In the
-            # receiver the same module of the library is its globals.
+            # The function comes from a module, but is not pickled by its name, for example a
+            # decorator's closure.  In the receiver, the same module's variables are its globals.
             library = MadeBy(vars, MadeBy(importlib.import_module, module.__name__))
             return self._rebuild_in(library, function)
         self._keep_source(function.__code__)
@@ -334,7 +334,7 @@ def _reduce_stream(stream: io.TextIOBase) -> Reduced:
         if stream is getattr(sys, name):
             return getattr, (sys, name)
     if isinstance(stream, io.TextIOWrapper):
-        # cloudpickle would read the whole file, and send its contents.
+        # cloudpickle would send the whole contents of a file that is open for reading.
         raise plain_pickle.PicklingError("an open file cannot be pickled")
     return NotImplemented
 
@@ -350,8 +350,8 @@ def _reduce_reference(reference: weakref.ref[Any]) -> Reduced:
 def _reduce_code(code: types.CodeType) -> Reduced:
     _, parts = by_value.Pickler.dispatch_table[types.CodeType](code)
     # cloudpickle drops the file's name from 3.1.3 on, so it is sent here.  Copy the name, because
-    # pickle writes a reference in place of an object that it has written before.  With a copy, the
-    # pickles of equal code are always equal.
+    # pickle writes a reference in place of an object that it has written before: then pickles of
+    # equal code could differ.
     return definitions.make_code, (definitions.PYTHON, "".join(code.co_filename), *parts)
 
 

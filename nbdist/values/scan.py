@@ -685,7 +685,7 @@ class Scan:
     def _use(self, block: MemoryBlock, tensor: Any = None) -> None:
         self._children.append(block.key)
         self.blocks[block.key] = block
-        if tensor is not None and not _is_small(block):  # small memory is always read
+        if tensor is not None and not _is_small(block):  # small blocks need no versions
             self._versions[block.key].append(version_of(tensor))
 
     def _read_blocks(self) -> None:

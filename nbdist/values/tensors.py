@@ -65,15 +65,16 @@ class TensorReducer:
     whole: frozenset[int] = frozenset()
     types: Any = field(init=False, default=())
     sketched: bool = field(init=False, default=False)
-    # Each piece, by the address of its storage, and its beginning and end there.  For a piece with
-    # elements that lie far apart, the key also has the shape and strides of these elements.
+    # Each piece, by the address of the storage (the storage's id if the piece is empty), and its
+    # beginning and end there.  If only elements that lie far apart are sent, the key also has their
+    # shape and strides.
     _pieces: dict[tuple[int, int, int, tuple[int, ...]], _Piece] = field(
         init=False, default_factory=dict
     )
 
     def __post_init__(self) -> None:
         self._torch = torch = cast(Any, sys.modules.get("torch"))
-        if hasattr(torch, "TypedStorage"):  # torch lacks the class while it is being imported
+        if hasattr(torch, "TypedStorage"):  # missing while torch is being imported
             self.types = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
 
     @property
@@ -154,7 +155,7 @@ class TensorReducer:
         # storage, so that other views of the storage share memory in the receiver, too.
         if storage.data_ptr() in self.whole or share * shown >= storage.nbytes():
             return self._piece(storage, 0, storage.nbytes()), offset, stride
-        # A sketch copies nothing from a device, so it cannot collect elements that lie far apart.
+        # A sketch copies nothing from a GPU, not even a few elements that lie far apart.
         stays = self.sketch and storage.device.type != "cpu"
         if stays or share * shown >= end - start:
             return self._piece(storage, start, end), 0, stride
@@ -191,7 +192,7 @@ class TensorReducer:
             storage = self._on_host(flat).untyped_storage()
             start, end = 0, end - start
         memory = (ctypes.c_char * (end - start)).from_address(storage.data_ptr() + start)
-        memory.storage = storage  # type: ignore[attr-defined]  # keeps the memory
+        memory.storage = storage  # type: ignore[attr-defined]  # keeps the memory alive
         return PickleBuffer(memory)
 
     def _on_host(self, flat: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ _LOCKS = (
     *(threading.Semaphore, threading.Barrier, threading.local),
 )
 
-# The second class is the base of all C data and functions, which has no public name.
+# The second class is the base of all C data and functions of ctypes; it has no public name.
 _CTYPES = (ctypes.CDLL, ctypes.c_int.__mro__[-2])
 _COMPILED = ("torch.jit.", "torch._C.", "torch.ScriptFunction", "triton.")
 _C_FUNCTIONS = ("CFunctionType", "builtin_function_or_method", "cython_function_or_method")
@@ -220,7 +220,7 @@ def parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # the variable has no value yet
+        with suppress(ValueError):  # the variable has no value
             yield f".<closure>.{name}", cell.cell_contents
     arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
     defaults = function.__defaults__ or ()

@@ -88,7 +88,7 @@ def _write_dict(
     names = [name for name in state.parts if name != FACTORY and not is_attribute(name)]
     items = {*names}
     kept = [name for name in before.parts if name in items]
-    # The rank appends new keys at the end.  The order is sent only if the notebook's dict differs.
+    # The rank appends new keys at the end.  The order is sent only if the notebook's order differs.
     is_in_order = names[: len(kept)] == kept
     order = None if is_in_order else names
     factory = (value.default_factory,) if FACTORY in changed else None

@@ -67,7 +67,7 @@ class NodeFacts(NamedTuple):
     address: str
     port: int  # a port that the agent has reserved, and on which nothing listens
     cores: int
-    gpus: tuple[str, ...]  # the machine's GPUs, as CUDA_VISIBLE_DEVICES names them
+    gpus: tuple[str, ...]  # the GPUs that the agent sees, named as in CUDA_VISIBLE_DEVICES
     python: str
     versions: Versions
 
@@ -223,7 +223,7 @@ class Form(PartRequest[Formed]):
     ranks: tuple[int, ...]  # all ranks of the machine
     attempt: int  # counts the starts of the world
     generation: int
-    sized_in: int  # the generation in which the world's group got its present size
+    sized_in: int  # the generation in which the world's group was last made anew
     missing: tuple[int, ...]  # the ranks to start, on any machine
     # The groups to reconnect besides the world's own.  None if no group is reconnected and the
     # world's group is made again, for example because it gets another size.

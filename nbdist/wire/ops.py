@@ -79,14 +79,14 @@ class Memory(NamedTuple):
 
     pss: int
     peak: Peak
-    # The limit with the least free memory: the machine's, its control group's or `ulimit -v`.
+    # The limit with the least free memory: the machine's, a control group's or `ulimit -v`.
     limit: MemoryLimit | None
     gpu: GpuMemory | None
-    held: tuple[NameMemory, ...]  # the largest tensors and arrays in variables
-    tensors: int  # bytes of all tensors and arrays in variables, also of smaller ones
-    # The largest tensors and arrays that only the last traceback or `Out` holds, and no variable.
+    held: tuple[NameMemory, ...]  # the largest values in variables, such as tensors
+    tensors: int  # bytes of all such values, also of smaller tensors
+    # The largest such values that only recent tracebacks or `Out` hold, and no variable.
     kept: tuple[NameMemory, ...]
-    kept_size: int  # bytes of all such tensors and arrays, also of smaller ones
+    kept_size: int  # bytes of all such values, also of smaller tensors
     is_whole: bool = True  # False if the search ended before everything was searched
 
 
@@ -108,7 +108,7 @@ class RankTimes(NamedTuple):
 
     began_ns: int  # 0 if no cell has run
     ended_ns: int
-    # The begin and end of each wait in Python code.  Waits in C++ code, as in the backward of a DDP
+    # The begin and end of waits in Python code.  Waits in C++ code, as in the backward of a DDP
     # module, are not here; only their collectives are in `met`.
     waits: tuple[tuple[int, int], ...]
     waited_ns: int  # the sum of all waits in Python code, also of waits that `waits` lacks

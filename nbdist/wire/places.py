@@ -70,9 +70,10 @@ class RankPosition:
     does not answer.
     """
 
-    line: int = 0  # the line in the cell, in a called function or in the script; 0 if unknown
+    line: int = 0  # in the cell, in a called function or in the script; 0 if none or unknown
     operation: str = ""  # the collective or other call in which the rank waits for others, or ""
-    counts: Mapping[str, int] = field(default_factory=dict)  # by group: how many collectives began
+    # By group: how many collectives began.  By "nccl": when nccl's newest began, in ns since 1970.
+    counts: Mapping[str, int] = field(default_factory=dict)
     moved: int = 0  # bytes that gloo's connections have carried
     in_flight: int = 0  # packets of gloo that the other end has not acknowledged
     # Connections on which packets do not arrive: pairs of addresses, the rank's own one first.

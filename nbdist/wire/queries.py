@@ -87,10 +87,10 @@ class WorldInfo:
     name: str = ""
     workers: int = 0
     state: str = ""
-    cell: str = ""  # the title of the running task, "" for none
+    cell: str = ""  # the beginning of the title of the newest running task, "" for none
     began: float = 0.0  # when the last task was sent or the world was started; seconds since 1970
     notebook: int = 0  # the process id of the notebook that has the world, 0 for none
-    # When the notebook attached, or the last notebook detached, in seconds since 1970.
+    # When the notebook got the world, or the last notebook detached, in seconds since 1970.
     since: float = 0.0
     detach: bool = False  # whether the world outlives its notebook
     guard: int = 0  # the id of the process that exits after all others of the world

@@ -96,17 +96,17 @@ class WorldSpec:
 
     world_size: int
     backend: str | None  # None for no process group
-    # The notebook's whole environment, secrets included, and the variables of `--env`.  A spec for
-    # other machines has only the variables that the user has chosen by `--env` or `--copy-env`;
-    # each agent adds the environment of its machine.
+    # The notebook's whole environment, secrets included, and variables of options such as `--env`.
+    # A spec for other machines has only variables of such options, among them `--copy-env`; each
+    # agent adds the environment of its machine.
     environ: Mapping[str, str] = field(repr=False)
-    cwd: str  # the notebook's folder
-    sys_path: tuple[str, ...]  # the notebook's `sys.path`
+    cwd: str  # the ranks' folder, mostly the notebook's
+    sys_path: tuple[str, ...]  # for the ranks' `sys.path`, mostly the notebook's
     threads: int  # how many CPU threads a rank may use for an operation; 0: each agent chooses
     python: str  # the path of the interpreter; "" until the agent of another machine sets its own
     gpus: tuple[str, ...] = ()  # the machine's GPUs to use, named as in CUDA_VISIBLE_DEVICES
     log_limit: int = 0  # the most bytes of a rank's log file of each stream, 0 for no limit
-    slots: Slots = ()  # the node and local rank of each rank; () if all ranks are on one node
+    slots: Slots = ()  # the node and local rank of each rank; (): all on one node, in order
     room: tuple[int, ...] = ()  # how many ranks each simulated node takes; () if none is simulated
     # The node that this spec is for; None if the spec is for all nodes, as on a single machine.
     node: int | None = None
@@ -116,16 +116,17 @@ class WorldSpec:
     master_addr: str = "localhost"
     master_port: int = 0
     interface: str = "lo"  # the network interface by which gloo connects ranks
-    argv: tuple[str, ...] = ("",)  # `sys.argv` of the notebook's process, for the ranks
-    torch_store: TorchStore | None = None  # None if ranks use nbdist's own store
-    # The notebook's versions if the user has named an interpreter or a wrapper: workers compare
-    # their own versions with these versions.  Otherwise empty.
+    # For the ranks' `sys.argv`: that of the notebook's process, without the arguments of a kernel.
+    argv: tuple[str, ...] = ("",)
+    torch_store: TorchStore | None = None  # None without `--rdzv-backend`
+    # The notebook's versions if workers on its machine have another interpreter or a wrapper: they
+    # compare their own versions with these.  Otherwise empty.
     versions: Versions = field(default_factory=dict)
     # The user's options.  The notebook has filled in the launcher, the name, the log folder, the
     # interpreter on other machines, and whether workers are forked.
     config: WorldConfig = field(default_factory=WorldConfig)
-    # If True, the fork server imports the modules that DDP, FSDP2 and optimizers need before it
-    # forks the workers.
+    # If True, the fork server imports what DDP, FSDP2 and optimizers need, and only then forks the
+    # workers.
     for_training: bool = False
 
     @property
@@ -191,13 +192,13 @@ class WorkerStart:
     token: str  # a random text in the marks that the worker writes to its stdout for the agent
     store_path: str  # the file of torch's FileStore; not used if the world has another store
     cancel_path: str  # the beginning of the path of each `cancel_file`
-    generation: int  # counts how often the world's group is formed, from 1 on
+    generation: int  # counts the attempts to form the world's group, from 1 on
     environ: Mapping[str, str]  # environment variables of this rank, besides those of `world`
-    # None in a new world.  A rank that was restarted or added joins the world's own group and
-    # the groups in this mapping, which has the ranks of each group by the group's name.
+    # By the name of a group: its ranks.  A rank that was restarted or added joins those of these
+    # groups to which it belongs, besides the world's own.  None in a new world.
     joins: Mapping[str, tuple[int, ...]] | None = None
     gpus: tuple[str, ...] = ()  # the GPUs that the rank sees, named as in CUDA_VISIBLE_DEVICES
-    sized_in: int = 1  # the generation in which the world's group got its present size
+    sized_in: int = 1  # the generation in which the world's group was last made anew
     store_socket: str = ""  # the agent's socket for the head's store; "" on a single machine
 
     @property

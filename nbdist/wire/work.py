@@ -117,16 +117,16 @@ class Task:
     # By rank: the notebook's variables, which the rank binds before the work, and changes of
     # objects that the rank already has (`nbdist.values.linked`).
     names: Mapping[int, Payload] = field(default_factory=dict)
-    # A pickled mapping of variables to bind on all ranks; their values get no keys, so later
-    # changes in the notebook do not reach the ranks.
+    # A pickled mapping of variables to bind on all ranks, as plain copies: later changes in the
+    # notebook do not reach the ranks.
     plain: Payload | None = None
     fetch: tuple[str, ...] = ()  # expressions, whose values ranks return in `Done.values`
     attempt: Attempt = Attempt()
     # The lowest level of the records that the ranks' `logging` sends to the notebook; None if no
     # records are sent.
     log_level: int | None = None
-    # By new rank: the names that the new rank must import before the work, because other ranks have
-    # imported them.  Each name has its import path (`Done.imported`).
+    # By new rank: the names to import before the work, because other ranks, or the rank's earlier
+    # process, have imported them.  Each name has its import path (`Done.imported`).
     imports: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     # By rank: keys of objects that no longer exist in the notebook.
     forget: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
