@@ -21,11 +21,12 @@ DECADE = 10.0
 The axis of steps is never logarithmic.
 """
 
-LABEL_WIDTH = 7  # the width of a character of a label, in pixels
+LABEL_WIDTH = 7  # the width of a character of a label, in pixels, rounded up
 _LEAST_LABEL = 7  # the labels beside a picture have room for at least this many characters
 
-_FACTORS = ((1, 2, 5), (1, 3), (1,))  # ticks of a logarithmic axis are these times a power of ten
-# An axis has no ticks if its ends differ by `10**-_MOST_DIGITS` times its largest number, or less.
+_FACTORS = ((1, 2, 5), (1, 3), (1,))  # a logarithmic axis uses one tuple, times powers of ten
+# An axis that is not logarithmic has no ticks if its ends differ by at most `10**-_MOST_DIGITS`
+# times its number furthest from 0.
 _MOST_DIGITS = 7
 
 
@@ -118,7 +119,7 @@ def with_axes(image: str, down: Axis, across: Axis, edge: float) -> str:
     """
     beside = [(edge + (1 - down.share(at)) * (1 - 2 * edge), text) for at, text in down.ticks[::-1]]
     below = [(across.share(at), text) for at, text in across.ticks]
-    # The column is at least as wide as most labels, so that pictures side by side mostly have equal
+    # The column of labels has a least width, so that pictures side by side have mostly equal
     # widths.
     width = LABEL_WIDTH * max(_LEAST_LABEL, *(len(text) for _, text in beside), 0) + 6
     column = f"flex:0 0 {width}px;box-sizing:border-box;font-size:11px"

@@ -19,13 +19,13 @@ class BarRows:
     def __init__(self) -> None:
         self.by_row: dict[int, Bar] = {}  # a row that is being written now is left out
         # By row: the length of a bar that tqdm has cut right after a space.  The stored text of the
-        # row is shorter, since it has lost the space at its end.
+        # row may be shorter, since it may have lost the space at its end.
         self.cut_widths: dict[int, int] = {}
         self.forgotten = 0  # how many bars `drop_above` has removed from `by_row`
         self.has_been_drawn = False  # stays True after a program has erased its bars
-        # Bars whose rows now have text, and that were not drawn again since.  A key is a bar's name
-        # and total, or a number from `set_removed`; a value is the bar's row, the bar, and its
-        # length.
+        # Bars that text has replaced in their rows, and that were not drawn or erased since; also
+        # the bars of `set_removed`.  A key is a bar's name and total, or a number from
+        # `set_removed`; a value is the bar's row, the bar, and its length (0 from `set_removed`).
         self._removed: dict[object, tuple[int, Bar, int]] = {}
         # By row, three facts about the first bar that was drawn in the row: its name and total, its
         # progress when it began, and the row from which it has moved to this row, or -1.  A bar
@@ -169,8 +169,8 @@ class BarRows:
         if is_first:
             self._record_first_drawn(row, key, bar.position)
         before = before or (self._removed[key][2] if key in self._removed else 0)
-        # tqdm cuts all drawings of a bar to the same length, so text beyond this length is other
-        # text.
+        # tqdm mostly cuts all drawings of a bar to the same length, so text beyond this length
+        # counts as other text.
         has_more = is_cut_longer and 0 < before < len(plain.rstrip(" "))
         if has_more and (cut := read_row(plain[:before], is_edited=False)):
             bar, end = cut, before

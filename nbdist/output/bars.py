@@ -31,13 +31,14 @@ _LOOK_BACK = 24
 """A bar is no longer a rank's current bar if at least this many rows of output are below it."""
 
 _MAX_BARS_AROUND = 3
-_LONGEST_NAME = 32  # characters; beside a longer name the percentage may not fit on a narrow page
-# A rank counts as clearly behind if the leading rank is ahead by at least the share `_BEHIND` of
-# the whole bar, and by more than the share `_BEHIND_SHARE` of the leading rank's own progress.
+_LONGEST_NAME = 32  # characters; a longer name of a row is cut
+# A rank in the same epoch as the leading rank counts as clearly behind if the leading rank is ahead
+# by at least `_BEHIND`, which is a share of the whole bar if its total is known, and by more than
+# the share `_BEHIND_SHARE` of the leading rank's own progress.
 _BEHIND, _BEHIND_SHARE = 0.02, 0.05
-# Bars that began at very different times are not compared.  The times are very different if they
-# are more than `_BEGAN_APART` seconds apart, and also more than the share `_BEGAN_APART_SHARE` of
-# the longest elapsed time.
+# Bars of one name that began at very different times are not compared.  The times are very
+# different if they are more than `_BEGAN_APART` seconds apart, and also more than the share
+# `_BEGAN_APART_SHARE` of the longest elapsed time.
 _BEGAN_APART, _BEGAN_APART_SHARE = 2.0, 0.25
 _NUMBERS = re.compile(r"\d+")
 _RATE_PARTS = re.compile(r"([\d.]+)(\D.*)")
@@ -439,7 +440,7 @@ _REST_UNIT = 2
 _FILL = "display:inline-block;vertical-align:middle;height:10px;border-radius:2px"
 _TRACK = f"{_FILL};width:80px;background-color:{{}};line-height:0"
 _LONGEST_REST = 120
-# The widths of a drawn bar with its gaps, and of a page of 700 pixels, in characters.
+# In characters: about the width of a drawn bar with its gaps, and of a narrow page.
 _BAR_ROOM, _NARROW_PAGE = 16, 73
 _BAR_WIDTH, _BAR_PARTS = 20, " ▏▎▍▌▋▊▉"
 
@@ -448,7 +449,7 @@ def bars_html(shown: BarTable) -> str:
     """Draw the table as HTML, below a line with the texts of `_lines_above`, if there are any."""
     rows = [*_rows(shown)]
     # Reserve a column for the word `slowest` before any rank is slow: a column that appears later
-    # would move all other columns.
+    # would move the columns behind it.
     widths = _widths(rows, has_mark=len(shown.rows) > 1)
     drawn = table((_row_html(row, widths) for row in rows), ";width:100%")
     return line(dim(" · ".join(_lines_above(shown)))) + drawn
@@ -483,7 +484,7 @@ def _widths(rows: Sequence[_Row], *, has_mark: bool) -> _Widths:
     """
     totals = [row.amount.partition("/")[2] for row in rows]
     # Rows of several ranks may have long sets such as `{1, 2, 3}`.  Columns as wide as a long set
-    # would waste room in all other rows.
+    # would waste room in other rows.
     own_rows = [row for row in rows if len(row.ranks) == 1]
     longest = min(_LONGEST_REST, max((len(row.other_text) for row in own_rows), default=0))
     return _Widths(

@@ -103,7 +103,7 @@ class Series:
         """
         if point.odd:
             # A worker begins a new point at its first odd number (NaN or infinity), so `point.step`
-            # is the step of that number, unless the steps go back and forth.
+            # is in most cases the step of that number.
             step, numbers, goes_on = self.odd or (point.step, 0, True)
             self.odd = Odd(step, numbers + point.odd, goes_on and not point.finite)
         elif self.odd and self.odd.goes_on:

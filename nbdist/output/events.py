@@ -245,7 +245,7 @@ class Done:
         return self.bound - self.imported.keys()
 
     def __reduce__(self) -> tuple[type[Done], tuple[Any, ...]]:
-        # Pickling by this method takes a third of the time of a dataclass's own `__getstate__`.
+        # Pickling by this method is faster than by the `__getstate__` of a dataclass with slots.
         return Done, _fields_of_done(self)
 
 

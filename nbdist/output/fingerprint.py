@@ -56,7 +56,7 @@ def normal(text: str) -> str:
     """
     if _MARK in text:
         text = text.replace(_MARK, 2 * _MARK)
-    if not any(hint in text for hint in _HINTS):  # in most texts: `in` is faster than a search
+    if not any(hint in text for hint in _HINTS):  # true of most texts; `in` is faster than a search
         return text
     return _VARIES.sub(lambda match: f"{match[match.lastgroup or 0]}{_PLACEHOLDER}", text)
 
@@ -238,7 +238,7 @@ _TIMES = r"\[(?P<elapsed>[\d:]+)(?:<(?P<remaining>[\d:?]+))?(?:,\s*(?P<rate>[^,\
 _TQDM = re.compile(
     r"(?P<name>.*?)\s*(?P<percent>\d+(?:\.\d+)?)%(?:\|[^|]*\||\s)\s*"
     rf"(?P<done>{_AMOUNT})/(?P<total>{_AMOUNT}|\?)\s*{_TIMES}(?:,\s*(?P<rest>.*?))?"
-    r"(?:\]\s*(?P<more>[^\]]*))?"  # tqdm cuts a bar that is too wide
+    r"(?:\]\s*(?P<more>[^\]]*))?"  # the `]` is missing if tqdm has cut a bar that is too wide
 )
 _BAR_WITHOUT_TOTAL = re.compile(
     rf"(?:(?P<name>.*): )?(?P<done>{_AMOUNT})(?:/\?)? ?(?P<unit>[A-Za-z]+)? "

@@ -63,8 +63,8 @@ _COLOURS: dict[DisplayState, str] = {
     "stopped": GREY,
     "aborted": GREY,
 }
-# The padding is as wide as the triangle in the title of a finished block.  The blocks of a running
-# cell have no triangle, and their titles must not move when the cell ends.
+# The padding is about as wide as the triangle in the title of a finished block.  The blocks of a
+# running cell have no triangle, and their titles must not move when the cell ends.
 _TITLE = "padding-left:1.1em"
 _LONGEST_LAST = 80
 _LONGEST_RANKS = 24  # characters of the ranks beside a line; a longer text may wrap
@@ -231,8 +231,7 @@ def _shown_below(shown: RichDisplay) -> str:
 _WIDEST_LINE, _WIDEST_TABLE = 42, 60
 _MAX_LINES_SIDE_BY_SIDE = 16
 _ROW = "display:flex;flex-wrap:wrap;column-gap:14px;align-items:flex-start"
-# With these widths two figures fit side by side on a page that is 700 pixels wide, and no figure is
-# much enlarged.
+# With these widths two figures fit side by side on a page that is 700 pixels wide.
 _FIGURE = "flex:1 1 {}%;max-width:620px;min-width:240px;box-sizing:border-box"
 _OTHER = "flex:0 1 {:.1f}em;min-width:0;box-sizing:border-box"
 _COLUMN_STEP = 4  # characters
@@ -293,8 +292,8 @@ def _side_by_side(blocks: list[PanelBlock], shown: Panel) -> str:
         # The last row may have fewer figures, which would then be wider: invisible blocks fill it.
         fillers = 2 * f'<div style="{style}"></div>'
     else:
-        # The line on the left and the triangle in the title take 4 characters.  While a cell runs,
-        # its lines become longer; widths are multiples of a step, so that columns seldom move.
+        # The line on the left and the triangle in the title take up to 4 characters.  While a cell
+        # runs, its lines become longer: round up their width, so that columns seldom move.
         width = max(map(_characters, blocks)) + 4
         if all(isinstance(item, list) for item in items):
             width += -width % _COLUMN_STEP
@@ -351,7 +350,8 @@ def _tabs(blocks: list[PanelBlock], name: str) -> str:
         html += f'<div style="{_OUTPUT}">{about}{body}</div>'
         written.append((block.is_open, html))
     # `name` has the number of the cell, but an older panel on the page may have the same number.
-    # The digest tells the two apart; a random text would change the saved notebook in each run.
+    # The digest tells the two apart if their tabs differ; a random text would change the saved
+    # notebook in each run.
     digest = blake2b("".join(html for _, html in written).encode(), digest_size=6).hexdigest()
     start = f'<details name="{name}-{digest}" style="{_OPENED}"'
     tabs = "".join(f"{start}{' open' * is_open}>{html}</details>" for is_open, html in written)

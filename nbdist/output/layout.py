@@ -65,7 +65,7 @@ _LIVE_LINES_OF_FAILED, LIVE_LINES_OF_ASKING = 8, 60
 _FEW_GROUPS, _CLOCK_FROM = 4, 2.0
 _LIVE = "last updated {} · rest: `%dist_output`"
 
-# Limits of final layouts.
+# Limits of final layouts; some of them apply to live layouts too.
 _MANY_GROUPS, _MAX_VALUES = 16, 256
 _LONGEST_VALUE = 100
 _MAX_BLOCK_LINES, _FEWER_LINES, _FEWER_LINES_FROM = 200, 50, 64
@@ -335,7 +335,7 @@ def _final_blocks(
         lines = sum(len(item) for item in items if isinstance(item, list))
         is_open = _is_open(group, transcript, lines, room)
         room -= lines if is_open else 0
-        # If a block has more than `TALL_LINES` lines, people see the first lines only by scrolling.
+        # If a block has more than `TALL_LINES` lines, people may see the first only by scrolling.
         hides = not is_open or lines > TALL_LINES or any(isinstance(i, Hidden) for i in items)
         words = [
             _failed_first_text(group, transcript),
@@ -522,7 +522,8 @@ def _error_line(group: AlikeRanks, transcript: Transcript) -> str:
         is_equal = text == error_text(cause[1])
         if is_equal or isinstance(error, Failure):
             return f"{text} ({'as' if is_equal else 'in the same place as'} on rank {cause[0]})"
-    # A KeyboardInterrupt has no message, so add the line of the cell in which it was raised.
+    # To an error without a message, such as a KeyboardInterrupt, add the line of the cell that led
+    # to the error.
     if isinstance(error, Failure) and not error.message and (line := cell_line_of(error)):
         return f"{text} (cell line {line})"
     return text

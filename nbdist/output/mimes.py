@@ -38,7 +38,7 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 _MIMES = (
     Mime("text/plain", "txt", "text"),
     Mime("text/html", "html", "html", "HTML"),
-    # A display that has several images is shown as the image that is listed first here.
+    # Of the images of a display, a panel can show only the one whose type is listed first here.
     Mime("image/svg+xml", "svg", "image"),
     Mime("image/png", "png", "image", is_base64=True),
     Mime("image/jpeg", "jpg", "image", is_base64=True),

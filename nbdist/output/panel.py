@@ -127,12 +127,12 @@ class Panel(NamedTuple):
 
     ranks: str
     seconds: str
-    # Each state that ranks have, with a text such as `✗ 1`.  Empty if all ranks have succeeded and
-    # have no output.
+    # Each state that ranks have, with a text such as `✗ 1`; "failed" includes "died".
+    # `final_layout` leaves this empty if all ranks have succeeded without output.
     states: tuple[tuple[DisplayState, str], ...] = ()
     pace: str = ""  # names the slowest and the fastest rank
-    # The state of each rank, or of consecutive ranks in the same state.  Empty if there are few
-    # ranks.
+    # The state of each rank, or of consecutive ranks in the same state, to be drawn as a square.
+    # Empty if there are few ranks, and in panels with tabs.
     squares: tuple[tuple[str, DisplayState], ...] = ()
     more_squares: int = 0
     now: str = ""  # which resources the ranks use, and which rank is behind
@@ -146,11 +146,11 @@ class Panel(NamedTuple):
     curves: Curves | None = None  # shown after the bars
     blocks: tuple[PanelBlock, ...] = ()
     rows: tuple[PanelRow, ...] = ()
-    more: tuple[int, ...] = ()  # ranks with neither a block nor a row
-    folded_blocks: tuple[PanelBlock, ...] = ()  # shown when people click on a common title
-    silent: tuple[int, ...] = ()  # ranks without output
+    more: tuple[int, ...] = ()  # ranks whose output the panel has no room for
+    folded_blocks: tuple[PanelBlock, ...] = ()  # on a page, a click on a common title shows them
+    silent: tuple[int, ...] = ()  # ranks that the panel names as without output
     pool: str = ""
-    tabs: str = ""  # if each rank has a tab: a name that all tabs share; else ""
+    tabs: str = ""  # if ranks have tabs: a name that all tabs share; else ""
 
     @property
     def more_text(self) -> str:
@@ -203,7 +203,7 @@ _MAX_BLOCKS = 400
 _WIDEST, _WIDEST_LIVE, _NARROWEST = 100_000, 400, 40  # characters of a line
 # The bytes that are reserved for parts of a panel that have no limit of their own.
 _OF_HEAD, _OF_SQUARE, _OF_BAR, _OF_BLOCK = 4_000, 160, 1_800, 1_000
-# The bytes of the tags around consecutive lines of the same stream.
+# About the bytes of the tags around consecutive lines of the same stream.
 _OF_RUN = size(lines_html([ScreenLine("", stderr=False)], opens=False))
 _TRACEBACKS = ((100, 1000), (24, 400), (5, 200), (1, 100))  # rows and width, tried in this order
 
@@ -298,7 +298,7 @@ def _newest_lines(
     used = 0
     for each in reversed(lines):
         line, of_line = _clip_line(each, max_bytes - used, is_live=is_live)
-        if kept and kept[-1].stderr == line.stderr:  # both lines have the same tags around them
+        if kept and kept[-1].stderr == line.stderr:  # in most cases the same tags are around both
             of_line -= _OF_RUN
         if used + of_line > max_bytes:
             break

@@ -68,8 +68,8 @@ class RichDisplay(NamedTuple):
         plain, content = repr(display.data.get("text/plain")), content_key(data)
         if not data:
             return cls(display, key_of(plain), content)
-        # Figures are alike only if they are equal: a figure cannot show `{0.1, 0.2}` in the place
-        # of a number that differs between ranks, as a line of text can.
+        # Other displays are alike only if they are equal: a figure cannot show `{0.1, 0.2}` in the
+        # place of a number that differs between ranks, as a line of text can.
         same = content + plain.encode("utf-8", "surrogatepass")
         return cls(display, OutputDigests(same, same), content)
 
@@ -115,7 +115,7 @@ class RankTranscript:
         self._left_out = 0
         self._note: RichDisplay | None = None  # says how many displays are left out
         self._clear_next = False
-        self._new_lines = 0  # lines written since `_forget_oldest` last ran
+        self._new_lines = 0  # about the lines written since `_forget_oldest` last ran
         self._body: tuple[int, OutputDigests] | None = None
         self._error_keys: tuple[object, tuple[str, ...]] = (None, ("",))
 

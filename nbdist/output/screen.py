@@ -26,15 +26,15 @@ from nbdist.output.fingerprint import (
     read_row,
 )
 
-# A longer row without a newline is cut in two, so that a program that prints no newline cannot fill
-# the memory.
+# A row that becomes longer than this is ended as if by a newline, so that a program that prints no
+# newline cannot fill the memory.
 MAX_LINE_LENGTH = 16_000_000
 KEEP_CHARACTERS = 48_000_000
 _LONGEST_ESCAPE = 4096
 _LONGEST_JUMP = 10_000
-# The stored digest leaves out this many of the newest rows, since they often change, for example if
-# they have nested progress bars.  If a program changes an older row, the digest of all kept rows is
-# computed again.
+# The stored digest leaves out about this many of the newest rows, since they often change, for
+# example if they have nested progress bars.  If the cursor moves up to an older row, the digest of
+# all kept rows is computed again.
 _UNSETTLED = 64
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
@@ -50,8 +50,9 @@ _TOKEN = re.compile(
 )
 _UNFINISHED = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]P^_X][^\x07\x1b]*\x1b?|[ -/]*)\Z")
 # Flags of a row.  `_STDERR_FLAG`: stderr wrote to the row.  `_EDITED_FLAG`: characters of the row
-# were overwritten.  `_DRAWN_FLAG`: the row was written after a carriage return or a similar code.
-# `_ENDED_FLAG`: the stream that wrote last ended the row with a newline.
+# were overwritten or erased.  `_DRAWN_FLAG`: the row was written after a carriage return or a
+# similar code.  `_ENDED_FLAG`: the stream that wrote last ended the row with a newline; not set in
+# rows that `_append` adds as whole lines.
 _STDERR_FLAG, _EDITED_FLAG, _DRAWN_FLAG, _ENDED_FLAG = 1, 2, 4, 8
 
 
@@ -148,11 +149,11 @@ class Screen:
         self._digest = Digest()  # the digest of the rows before row `_settled`
         self._settled = 0
         self._bars = BarRows()
-        self._parsed: tuple[str, Bar | None] = "", None  # cache: the last parsed row, and its bar
+        self._parsed: tuple[str, Bar | None] = "", None  # cache: a row that is a bar, and this bar
         self._drawn_before = 0  # length of the drawing before the last carriage return in this row
         self._is_redrawing = False  # True after a carriage return or a similar code in this row
-        # The column up to which this row was written since the last carriage return, or since the
-        # cursor came to the row.
+        # The column up to which this row was written since the last carriage return or backspace,
+        # since the stream changed, or since the cursor came to the row.
         self._drawn_to = 0
         self._last_flag = 0
 
@@ -362,7 +363,7 @@ class Screen:
             text, self._pending[stream] = self._pending[stream] + text, ""
         if "\x1b" in text:
             text = self._keep_unfinished(stream, text)
-        if "\r\n" in text:  # has the same effect as a newline, which `_append` writes much faster
+        if "\r\n" in text:  # shows the same lines as "\n", which `_append` writes much faster
             text = text.replace("\r\n", "\n")
         flag = _STDERR_FLAG if stream == "stderr" else 0
         if flag != self._last_flag:
@@ -405,8 +406,7 @@ class Screen:
                     if bar := read_row(line, is_edited=False):
                         self._bars.put(row, bar)
             self._rows[-1:] = [*lines, ""]
-            # An empty line counts as written by neither stream, which is how `_write_tokens`
-            # records it too.
+            # Like `_write_tokens`, give an empty line no flag of stderr.
             origins = bytes(flag if strip(line) else 0 for line in lines) if flag else b""
             self._flags[-1:] = (origins or bytes(len(lines))) + b"\0"
             self._row = len(self._rows) - 1
@@ -475,7 +475,7 @@ class Screen:
             row.cut(0)
             self._column, self._flags[self._row] = 0, 0
         elif has_come and self._column and not row.plain.strip():
-            row.cut(0)  # go to column 0: the cursor came up from the end of a bar in a lower row
+            row.cut(0)  # go to column 0: the cursor came from the end of a bar in another row
             self._column, self._flags[self._row] = 0, 0
         elif text.isspace() and not self._column and self._is_redrawing:
             if bar := self._bar_at_cursor():
@@ -526,7 +526,7 @@ class Screen:
             self._bars.put(self.cursor, self._bar_at_cursor())
             if self._flags[self._row] & _DRAWN_FLAG and self._open.width <= LONGEST_BAR:
                 plain = self._open.plain
-                if plain[-1:] == " " and is_cut(plain):  # `_rows` loses the space at the end
+                if plain[-1:] == " " and is_cut(plain):  # `_rows` may lose the space at the end
                     self._bars.cut_widths[self.cursor] = len(plain)
             self._rows[self._row] = text = self._text(self._row)
             self._characters += len(text) + 1

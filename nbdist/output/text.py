@@ -66,7 +66,7 @@ def failures_text(shown: Panel, *, colours: bool) -> Iterator[str]:
         if block.group.has_failed:
             error = block.group.error
             if block.group.part == "first" and isinstance(error, events.Failure):
-                # A panel shows fewer rows, but a terminal shows the error only here.
+                # A panel shows fewer rows, but a terminal shows the traceback only here.
                 text = traceback_text(error)
                 rows = [*traceback_rows(text if colours else strip(text), _MAX_ROWS)]
             else:
@@ -121,7 +121,7 @@ def _body(shown: Panel) -> Iterator[str]:
         bars = [clip(row, _LIVE_WIDTH) if shown.is_live else row for row in bars_text(shown.bars)]
         parts.insert(len(failed), [_header(shown.bars.ranks, "bars"), *bars])
     yield from chain.from_iterable(parts)
-    for row in shown.rows:  # for ranks without a block, or a few lines ahead of their block
+    for row in shown.rows:  # lines of ranks without a block, or of only some ranks of a block
         yield _header(row.ranks, row.sameness)
         yield strip(row.line.text)
     if shown.silent:
@@ -210,7 +210,7 @@ class _Rank:
                 for start in range(0, len(text), _SLICE_LENGTH):
                     screen.write(stream, text[start : start + _SLICE_LENGTH])
                     # Nested bars move the cursor up.  If a program writes to a row that was already
-                    # queued, the row is queued again.
+                    # queued, the lines from this row on are queued again.
                     self.queued_to = min(self.queued_to, screen.changed_from)
                     screen.changed_from = screen.cursor
                     self._queue_lines(screen, screen.cursor, now)

@@ -189,7 +189,7 @@ class Transcript:
         for each in self:
             body = each.body.same if exactly else each.body.alike
             alike = _alike_keys(each.error, each.error_keys)
-            # Running and finished ranks have the same key: otherwise, whenever a rank finished,
+            # Running and successful ranks have the same key: otherwise, whenever a rank finished,
             # its group would split, and a block would appear in the panel.
             end = "failed" if each.state in FAILED else each.state == "aborted"
             keys = [(body, end, key) for key in alike]

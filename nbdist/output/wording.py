@@ -209,7 +209,7 @@ def shorten_traceback(text: str, max_rows: int, width: int = 2000) -> list[Trace
     first row and the last rows are kept.  The first call is mostly in the cell, so the first row of
     this call, and its row with the arrow, are kept too.
     """
-    # On a page of 700 pixels the 75 characters of IPython's rows would take two rows each.
+    # On a narrow page IPython's first rows, of 75 characters, would take two rows each.
     parts = split_traceback(_HEADER.sub(rf"{'-' * 66}\1", text))
     parts = [
         TracebackPart(tuple(clip(row, width) for row in part.rows), part.folded) for part in parts

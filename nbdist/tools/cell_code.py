@@ -214,7 +214,7 @@ def _command(command: str, variables: Collection[str]) -> str:
 def is_python(text: str) -> bool:
     try:
         ast.parse(text)
-    except (SyntaxError, ValueError):  # ValueError is raised for null bytes
+    except (SyntaxError, ValueError):  # some versions of Python raise ValueError for null bytes
         return False
     return True
 
@@ -252,7 +252,7 @@ class Statements:
 
     def __init__(self, cells: Iterable[str]) -> None:
         self._cells = [cell for cell in cells if is_python(cell)]
-        # If a cell has this import, IPython postpones annotations in all cells after that cell.
+        # From a cell with this import on, IPython postpones annotations in all cells.
         self.postpones = any(POSTPONED in cell for cell in self._cells)
         self._imports: dict[str, list[str]] = defaultdict(list)
         for cell in self._cells:

@@ -189,7 +189,7 @@ def distance(tensor: torch.Tensor, reference: torch.Tensor) -> Distance:
         b = other[start : start + COMPARED_AT_ONCE].to(a.device)
         if torch.equal(a, b):
             continue
-        if a.dtype.is_floating_point and a.element_size() < 4:  # some of these dtypes lack `!=`
+        if a.dtype.is_floating_point and a.element_size() < 4:  # torch may lack `!=` for them
             a, b = a.float(), b.float()
         differs = (a != b) & ~((a != a) & (b != b))
         wide = torch.complex128 if a.is_complex() else torch.float64
@@ -301,7 +301,7 @@ def _steps(value: Any) -> list[tuple[str, Any]] | None:
             return [(f".{name}", part) for name, part in zip(fields, value, strict=True)]
         case list() | tuple() | deque():
             return [(f"[{number}]", part) for number, part in enumerate(value)]
-    if hasattr(type(value), "to_numpy"):  # a DataFrame, a Series or an index of pandas
+    if hasattr(type(value), "to_numpy"):  # such as a DataFrame or a Series of pandas
         index = [(".index", value.index)] if hasattr(value, "index") else []
         if hasattr(value, "columns"):
             return [*((_key(each), value[each].to_numpy()) for each in value.columns), *index]

@@ -244,7 +244,7 @@ def _canonical_copy(numbers: torch.Tensor, out: torch.Tensor | None = None) -> t
     if numbers.dtype is not wide:
         numbers = numbers.to(wide) if out is None else out.copy_(numbers)
     copy = torch.add(numbers, 0.0, out=out)
-    # The sum is NaN if any number is NaN.  On a GPU the NaNs are always replaced, since reading the
+    # The sum is NaN if any number is NaN.  On a GPU, NaNs are always replaced, since reading the
     # sum would wait for the GPU.
     if not copy.is_cpu or (total := copy.sum().item()) != total:
         copy.masked_fill_(copy != copy, torch.nan)
@@ -400,7 +400,7 @@ class Exchange:
                 raise RanksDiffer(why)
         text = self._difference(key, when)
         # All ranks have come to this comparison, so no rank will read the digests of earlier ones.
-        # Delete this rank's old digests, since the store would grow.
+        # Delete this rank's old digests, since a store in memory would grow.
         self._stored_keys.append(f"{key}/{self._rank}")
         if len(self._stored_keys) > 2:
             self._forget(self._stored_keys.popleft())

@@ -221,7 +221,7 @@ class ExportedScript:
     saved: tuple[str, ...]  # the variables in the file of values
     cells: int  # the number of cells in the script
     omitted: tuple[str, ...]  # a line for each thing of the notebook that the script leaves out
-    missing: tuple[str, ...] = ()  # names that the script uses but does not bind
+    missing: tuple[str, ...] = ()  # names that the script uses without having bound them
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class _Origin:
     """How the script gets a variable of the notebook: by code, or from the file of values."""
 
     text: str = ""  # code that binds the variable, if it is not in the file of values
-    needs: frozenset[str] = frozenset()  # names that the script must bind before
+    needs: frozenset[str] = frozenset()  # names that the script must bind for this variable
     problem: str = ""  # a line on what the script cannot carry over
     is_saved: bool = False  # True if the variable is in the file of values
     # True for an import, a function, a class, or a value that only a cell's statement can make.
@@ -255,7 +255,7 @@ class Composer:
         self._statements = statements
         self._omitted = dict[str, None]()
         self._missing = dict[str, None]()
-        # Names in the section of definitions that no cell has bound again.
+        # Names in the section of definitions that no cell written so far has bound again.
         self._defined = set[str]()
         self._lines: list[str] = []  # lines to write before the next cell
         # By name: how the value that was written last had been sent; None if no task had sent it.
@@ -465,7 +465,7 @@ class Composer:
             self._omitted[origin.problem] = None
         if text is not None:
             self._lines.append(f"{name} = {text}")
-        elif origin.is_saved:  # read the file again: cells may have changed the object
+        elif origin.is_saved:  # the second time, load anew: cells may have changed the object
             self._lines.append(f"{name} = {LOAD if is_again else 'NOTEBOOK'}[{name!r}]")
         elif origin.text and not (origin.is_definition and name in self._defined):
             self._lines += [origin.text, *origin.after]

@@ -242,7 +242,7 @@ def _runs(slices: Iterable[TimeSlice | None]) -> Iterator[tuple[int, list[TimeSl
     The slices of a run are all recorded or all unrecorded.  Slices that are None are left out.
     """
     numbered = ((number, part) for number, part in enumerate(slices) if part is not None)
-    # `number - at` changes after a gap, in which the rank did not run: the gap begins a new run.
+    # `number - at` changes after a gap, in which the rank did not run, so a new run begins there.
     keyed = ((number - at, number, part) for at, (number, part) in enumerate(numbered))
     for _, run in groupby(keyed, key=lambda each: (each[0], each[2].is_recorded)):
         parts = [*run]

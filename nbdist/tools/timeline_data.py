@@ -236,7 +236,7 @@ class TimeSlice(NamedTuple):
     """
 
     computing: float
-    communicating: float  # the share in collectives that all ranks had begun
+    communicating: float  # the share in collectives without `waiting`
     waiting: float  # the share in collectives that another rank had not begun
     caused: float
     is_recorded: bool = True  # False if spans may be missing: all shares are 0 then

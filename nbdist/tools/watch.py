@@ -139,7 +139,7 @@ def _draw(line: MagicCall, divergence: Divergence) -> CommandOutput:
                 # Leave out distances of 0: such parts are equal now, but differed in the cell.
                 each.add_distances({r: {p: d for p, d in by.items() if d.differing}
                            for r, by in apart.items()})  # fmt: skip
-        except NbdistError:  # a rank or a variable no longer exists: show no distances
+        except NbdistError:  # such as for a lost rank: show no distances
             pass
         rows += [(divergence.name(each.title, p), kind, ranks) for p, kind, ranks in each.rows()]
     titles, more = (

@@ -318,7 +318,7 @@ class Seen:
         self.ran: set[str] = set()
         """The names of the modules that have run since `note_modules(on=True)` was last called."""
         self._wrapped: set[int] = set()
-        self._within = 0  # the number of DDP modules whose forward runs now
+        self._within = 0  # the number of running forwards of DDP modules around watched ones
 
     def close(self) -> None:
         """Remove all hooks; the records stay available."""
