@@ -146,7 +146,7 @@ class NotebookLink:
         """Close the connection; queued messages may still be sent for `NOTEBOOK_LINK_LINGER`."""
         stream, self._stream = self._stream, None  # from here on `_notebook_ended` does nothing
         self._supervision.close()
-        self._healing.close()
+        self._healing.forget()
         self._unwatch_all()
         if stream is not None:
             stream.close()
@@ -173,7 +173,7 @@ class NotebookLink:
                 return
             case messages.AgentRequest(request=messages.StartWorld() | messages.StopWorld()):
                 self._supervision.close()
-                self._healing.close()
+                self._healing.forget()
         if isinstance(message, messages.HandoverState):
             self.record.record_received(message)
         else:
@@ -353,6 +353,7 @@ class NotebookLink:
             self._stream.send(pack(message))
         if healed := self.record.unattended_change:
             self._stream.send(pack(messages.AgentReply(messages.OWN_REQUEST, healed)))
+        self._healing.forget()
         self._replayed_in_flight += len(batches)
         self._owner_since = time.time()
         self._watch_notebook_process()

@@ -65,8 +65,11 @@ class UnattendedHealing:
         self._is_due = True
         self.check()
 
-    def close(self) -> None:
-        """Forget the deaths so far, so that they are not healed."""
+    def forget(self) -> None:
+        """Forget the deaths so far: the workers are ended, or a notebook has attached.
+
+        A notebook that has attached asks for healing with its first cell.
+        """
         self._is_due = False
         self._stop_timer()
 
