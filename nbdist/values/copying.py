@@ -23,15 +23,16 @@ def copy_into(
 ) -> tuple[dict[int, Any], set[str]]:
     """Copy new values into old values in place, part by part, so that the old objects stay in use.
 
-    `variables` has the old and the new value of each variable, by its name.  `others` has further
-    pairs of an old and a new object.  `tops` are new values: each of their parts that was copied
-    into an old object is replaced by the old object.
+    `variables` has by name the old and the new value of each variable, and `others` has further
+    pairs of an old and a new object.  `tops` are the new values that the caller keeps: if they
+    contain a new object that was copied into an old object, the old object is put in its place.
 
-    Return two results.  The first has, by the id of a new object, the object that is used in its
-    place: an old object, or the new object itself.  The second has the names of variables whose old
-    values cannot be changed in place.  Either the values do not fit, for example because a tensor
-    has another shape, or the new value shares a tensor or module with the new value of another
-    variable that cannot be changed in place.
+    Return two results.  The first has, by the id of a new object, the object to use for it: the old
+    object into which it was copied, or else the new object itself.  For a tuple in `tops` it has a
+    new tuple.  The second result has the names of the variables whose old values were not changed
+    in place.  This is so if the old and the new value do not fit, for example because a
+    tensor has another shape.  It is also so if the new value shares a tensor or module with the new
+    value of another such variable.
     """
     failed, kept = set[str](), set[int]()
     while True:
@@ -156,13 +157,14 @@ class _Copying:
     def copy(self, tops: Iterable[Any]) -> None:
         """Copy the contents of new objects into the old objects with which `match` has paired them.
 
-        Also put, in the new values `tops`, the old object in the place of each copied part.
+        Also put, in the new values `tops`, the old object in the place of each copied part.  For a
+        tuple in `tops`, `instead` then has a new tuple with the old objects.
         """
         for old, new in [*self._pairs]:
             if old is not new:
                 self._copy(old, new)
         for top in tops:
-            self._substitute(top)
+            self.instead[id(top)] = self._substitute(top)
 
     def _copy(self, old: Any, new: Any) -> None:
         sub = self._substitute

@@ -83,6 +83,10 @@ def test_a_new_tuple_has_the_existing_parts() -> None:
     assert copied(there, {"x": {"t": ([5], 3)}}) == set()
     assert there["x"]["t"] == ([5], 3)
     assert there["x"]["t"][0] is part
+    top = {"x": (part, 2)}
+    assert copied(top, {"x": ([6], 4)}) == set()
+    assert top["x"] == ([6], 4)
+    assert top["x"][0] is part
 
 
 def test_a_model_stays_linked_with_its_optimizer() -> None:

@@ -78,6 +78,18 @@ def test_restored_variables_share_objects_as_before(world: World) -> None:
     assert world.gather("drawn") != first
 
 
+def test_a_tuple_is_restored_with_the_objects_that_other_variables_have(world: World) -> None:
+    """A tuple that is restored alone has the model and the list that other variables have."""
+    world.execute("net = torch.nn.Linear(2, 2); seen = [rank]; pair = net, (seen, 5)")
+    world.snapshot("pair", name="pair")
+    world.execute("net.weight.data.add_(1); seen.append(7); later = net.weight.tolist()")
+    world.restore("pair", name="pair")
+    world.execute(
+        "assert pair[0] is net and pair[1][0] is seen and pair[1][1] == 5\n"
+        "assert seen == [rank] and net.weight.tolist() != later"
+    )
+
+
 def test_a_snapshot_without_room_leaves_earlier_snapshots(world: World, tmp_path: Path) -> None:
     """If a rank cannot write its file, a line says so, and an earlier snapshot stays whole."""
     world.execute("x = 1")
