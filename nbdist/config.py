@@ -2,7 +2,8 @@
 
 `World(...)` takes the fields of `WorldConfig` as arguments, and magics take most fields as flags.
 The notebook's process, or a script, makes the `WorldConfig`.  `nbdist.world.spec` makes from it
-the settings of agents and workers; a head gets the `WorldConfig` itself.
+the `WorldSpec` that heads, agents and workers get.  The spec's field `config` is the `WorldConfig`,
+in which some options, such as the name, have been filled in.
 """
 
 from __future__ import annotations

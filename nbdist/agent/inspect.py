@@ -78,7 +78,9 @@ async def stack_of(worker: Worker) -> Stack:
 async def secrets_of(worker: Worker) -> RankSecrets:
     """Return the values of the secret environment variables of a rank.
 
-    Variables that cells have set are included only if the rank answers.
+    Values from the rank's start, and values that the notebook has sent with the running task, are
+    always included.  Other values, such as those that code on the rank has set, are included only
+    if the rank answers.
     """
     start, task = worker.start_info, worker.task.unpack()
     changed = task.around.environ if task and task.around else {}

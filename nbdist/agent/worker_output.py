@@ -247,8 +247,9 @@ class Merger(Generic[M]):
     def receive_stderr(self, data: bytes) -> None:
         """Add bytes that the worker has written to file descriptor 2, as text of stderr.
 
-        It is not known where the bytes belong among the texts of descriptor 1.  If the text in the
-        queue waits for a message that has not come, the bytes are put before that message.
+        It is not known where the bytes belong among the texts of descriptor 1, so they are put at
+        the end of the queue.  But if the queue has a message that has not arrived yet, they are put
+        before this message, so that they do not wait for it.
         """
         if text := self._decoders["pipe"].decode(data):
             places = (i for i, item in enumerate(self.queue) if isinstance(item, int))

@@ -28,7 +28,8 @@ keep `MIN_POINTS`.
 
 MAX_CURVE_NAMES, MAX_RUNS = 64, 8
 
-MAX_TASKS_SIDE_BY_SIDE = 64  # tasks whose first steps are kept for each name
+# For each name, `Curves` keeps at which step of the curve a task began, for so many newest tasks.
+MAX_TASKS_SIDE_BY_SIDE = 64
 
 
 class Series:

@@ -268,7 +268,9 @@ class SnapshotStore:
                     if claim is not None:
                         os.close(claim)
                     if not folders.remove(folder):
-                        with suppress(OSError):  # Stop may have left no lock file
+                        # Either `publish` has renamed the folder, and `rmdir` fails.  Or Stop came
+                        # before the folder got its lock file, without which `remove` does nothing.
+                        with suppress(OSError):
                             folder.rmdir()
         except NbdistError:  # an error of a rank may be an OSError too: see `as_raised`
             raise

@@ -112,7 +112,7 @@ class Widgets:
                     return None
                 case Died():
                     self.end([rank])
-                case Done():  # widgets do not capture output after the end of the cell
+                case Done():  # ends an open capture; a callback may begin another one later
                     self._capturing.pop(rank, None)
                 case Text() | Display() | Clear() | Failure(connections="") if inside := (
                     self._capturing.get(rank)

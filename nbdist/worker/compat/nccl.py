@@ -262,7 +262,7 @@ ADAPTERS: Mapping[str, Adapter] = {"nccl": Legacy(), "nccl2": Nccl2()}
 
 
 def nccl_of(group: ProcessGroup) -> Any:
-    """Return the group's nccl backend, of either class; None if the group has none."""
+    """Return the group's backend `nccl` or `nccl2` (see `ADAPTERS`); None if it has neither."""
     return _device_and_backend(group)[1]
 
 

@@ -133,9 +133,10 @@ def entries_of(group: ProcessGroup) -> dict[str, Any]:
 
 
 def set_default_group(group: ProcessGroup, entries: Mapping[str, Any]) -> None:
-    """Put a group and its `entries` into torch's tables, as the default group.
+    """Make a group torch's default group; there must be no default group before.
 
-    There must be no default group before.
+    `entries` has the group's entries for torch's tables, by the name of the table; `entries_of`
+    returns them for a group that is in the tables.
     """
     tables = distributed_c10d._world
     for table, entry in entries.items():
