@@ -129,8 +129,10 @@ SAYS = """([number, text]) => {
 
 CELLS = """() => {
     const cells = window.jupyterapp.shell.currentWidget.content.widgets;
+    // On a busy machine a cell outside of the window may not be drawn yet; its model is up to date.
+    const promptOf = cell => `[${cell.model.executionCount ?? " "}]:`;
     return cells.filter(cell => cell.model.type === "code").map(cell => ({
-        prompt: cell.node.querySelector(".jp-InputPrompt")?.innerText ?? "",
+        prompt: cell.node.querySelector(".jp-InputPrompt")?.innerText || promptOf(cell),
         shown: cell.node.querySelector(".jp-Cell-outputArea")?.innerText ?? "",
         images: cell.node.querySelectorAll(".jp-Cell-outputArea img").length,
         errors: cell.model.outputs.toJSON()

@@ -30,7 +30,8 @@ def test_the_quickstart_trains_on_four_ranks(lab: Lab) -> None:
     notebook.screenshot(QUICKSTART.stem)
     [(error,)] = [cell.errors for cell in cells if cell.errors]
     assert "AttributeError: 'Tensor' object has no attribute 'flaten'" in error
-    assert all(re.fullmatch(r"\[\d+\]:", cell.prompt) for cell in cells), cells
+    prompts = [cell.prompt for cell in cells]
+    assert all(re.fullmatch(r"\[\d+\]:", prompt) for prompt in prompts), prompts
     assert sum(cell.images for cell in cells) == 4  # one of them is a curve
     shown = "\n".join(cell.shown for cell in cells)
     assert shown.count("4 ranks") >= 4
