@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -319,12 +319,21 @@ def cut(agent: psutil.Process, head: int) -> None:
         there = agent.net_connections("tcp")
         return [each.fd for each in there if each.raddr and each.raddr.port in ports]
 
-    wait_until(lambda: len(found()) == 1, "the agent is connected to its head")
-    pidfd = os.pidfd_open(agent.pid)
-    fd = ctypes.CDLL(None).syscall(PIDFD_GETFD, pidfd, *found(), 0)
-    os.close(pidfd)
-    with socket.socket(fileno=fd) as connection:
-        connection.shutdown(socket.SHUT_RDWR)
+    def shut_down() -> bool:
+        descriptors = found()
+        if len(descriptors) != 1:
+            return False
+        pidfd = os.pidfd_open(agent.pid)
+        fd = ctypes.CDLL(None).syscall(PIDFD_GETFD, pidfd, *descriptors, 0)
+        os.close(pidfd)
+        if fd < 0:  # the agent has just closed this connection, to connect again
+            return False
+        with socket.socket(fileno=fd) as connection, suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+            return True
+        return False
+
+    wait_until(shut_down, "the agent is connected to its head")
 
 
 @pytest.mark.shared_world
