@@ -118,7 +118,7 @@ class Healer:
     @property
     def is_active(self) -> bool:
         """Whether a job runs, or ranks still run a cell that was stopped."""
-        return bool(self._jobs.running) or bool(self._stopped and self._stopped.unfinished)
+        return bool(self._jobs.running or ((stopped := self._stopped) and stopped.unfinished))
 
     @property
     def _stopped(self) -> TaskRun | None:
