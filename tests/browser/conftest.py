@@ -112,14 +112,19 @@ FILL = """sources => {
     });
 }"""
 
-# Starts a command without waiting for its end: evaluate() has no timeout of its own.
+# Starts a command without waiting for its end: evaluate() has no timeout of its own. JupyterLab
+# ends a command at the first cell that fails, also if this cell is tagged `raises-exception` and
+# the kernel runs the cells below: all cells' requests have to be answered, too.
 RUN = """([command, number]) => {
-    if (number !== null) window.jupyterapp.shell.currentWidget.content.activeCellIndex = number;
+    const notebook = window.jupyterapp.shell.currentWidget.content;
+    if (number !== null) notebook.activeCellIndex = number;
     window.nbdistRan = null;
-    window.jupyterapp.commands.execute(command).then(
-        () => { window.nbdistRan = "done"; },
-        error => { window.nbdistRan = String(error); },
-    );
+    window.jupyterapp.commands.execute(command)
+        .then(() => Promise.allSettled(notebook.widgets.map(cell => cell.outputArea?.future?.done)))
+        .then(
+            () => { window.nbdistRan = "done"; },
+            error => { window.nbdistRan = String(error); },
+        );
 }"""
 
 SAYS = """([number, text]) => {
@@ -129,10 +134,8 @@ SAYS = """([number, text]) => {
 
 CELLS = """() => {
     const cells = window.jupyterapp.shell.currentWidget.content.widgets;
-    // On a busy machine a cell outside of the window may not be drawn yet; its model is up to date.
-    const promptOf = cell => `[${cell.model.executionCount ?? " "}]:`;
     return cells.filter(cell => cell.model.type === "code").map(cell => ({
-        prompt: cell.node.querySelector(".jp-InputPrompt")?.innerText || promptOf(cell),
+        prompt: cell.node.querySelector(".jp-InputPrompt")?.innerText ?? "",
         shown: cell.node.querySelector(".jp-Cell-outputArea")?.innerText ?? "",
         images: cell.node.querySelectorAll(".jp-Cell-outputArea img").length,
         errors: cell.model.outputs.toJSON()

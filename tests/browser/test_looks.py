@@ -31,7 +31,7 @@ def test_the_quickstart_trains_on_four_ranks(lab: Lab) -> None:
     [(error,)] = [cell.errors for cell in cells if cell.errors]
     assert "AttributeError: 'Tensor' object has no attribute 'flaten'" in error
     prompts = [cell.prompt for cell in cells]
-    assert all(re.fullmatch(r"\[\d+\]:", prompt) for prompt in prompts), prompts
+    assert all(re.fullmatch(r"\[\d+\]:", prompt) for prompt in prompts), " ".join(prompts)
     assert sum(cell.images for cell in cells) == 4  # one of them is a curve
     shown = "\n".join(cell.shown for cell in cells)
     assert shown.count("4 ranks") >= 4
