@@ -51,6 +51,7 @@ class WorldRecord:
         # By rank: the deaths after which `UnattendedHealing` has replaced ranks, until a notebook
         # itself asks for a change of the workers, and runs the set-up cells on the new workers.
         self._replaced: dict[int, Died] = {}
+        self._deaths: dict[int, Died] = {}  # by rank: the last death since the last start
         self._next_call = 1  # the number of the notebook's next call
         # By rank: the variables that tasks have bound, each with its import path if it was imported
         # (`Done.imported`), and otherwise with None.
@@ -219,6 +220,7 @@ class WorldRecord:
                     task.mark_finished(rank)
                 self._record_done(rank, task_id, output)
             case Died():
+                self._deaths[rank] = output
                 for each in self._tasks.values():
                     each.mark_finished(rank)
                 if self.facts:
@@ -257,7 +259,11 @@ class WorldRecord:
         `hosts` has the name of each rank's machine if the world has a head, and is empty otherwise.
         """
         facts = WorldFacts(formed.spec, formed.pids, formed.logs, hosts, formed.missing)
-        self._forget_world(facts)
+        # A worker may have died after it had joined the group, while others were still starting.
+        # The notebook has got this death already, and handles it after this answer.
+        deaths, self._deaths = self._deaths.items(), {}
+        dead = {rank: died for rank, died in deaths if died.pid == formed.pids.get(rank)}
+        self._forget_world(replace(facts, dead=dead))
         self.began = time.time()
         return facts
 

@@ -48,6 +48,7 @@ from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
 
 KEPT_BY_RESTART = "kept for `%dist_restart` as the next command that starts workers"
+SETUP_LEFT_OUT = "cells with `--setup` have not run in the new workers: run them again"
 
 
 class Pool:
@@ -247,6 +248,11 @@ class Pool:
             link.close()
 
     def _make_world(self, changes: Mapping[str, Any]) -> World:
+        """Return a new world, without workers yet, with the former options and these changes.
+
+        It has neither the set-up cells nor the kept variables of an earlier world: only `restart`
+        runs the same cells and binds the same variables in new workers.
+        """
         config = self.world.engine.config if self.world else WorldConfig(pool=self.name)
         world = World(**vars(config.with_changes(**changes)))
         # In an embedded shell the user's variables are not those of the module `__main__`.
@@ -269,7 +275,8 @@ class Pool:
             self.failures.record_start(error)
             raise
         notes = world.engine.start_notes
-        for text in (*notes.missing, notes.folder_note):
+        left_out = SETUP_LEFT_OUT if self.world and self.world.engine.setup.tasks else ""
+        for text in (*notes.missing, notes.folder_note, left_out):
             if text:
                 display.add_note(text.rstrip("."))
         self._use_world(world)

@@ -109,6 +109,20 @@ def test_a_world_exists_from_start_to_stop(lab: Lab) -> None:
     assert (lab.record.has_world, bool(lab.record.pending_calls)) == (False, False)
 
 
+def test_a_death_before_the_end_of_a_start_counts(lab: Lab) -> None:
+    """A rank that dies while other ranks still start is new after healing; old deaths are not."""
+    lab.say(0, Died(-9, 0, pid=10), "")
+    lab.ask(messages.StartWorld(spec()))
+    died = Died(-9, 0, pid=21)
+    lab.say(1, died, "")
+    lab.reply(lab.record.record_start(formed(20, 21)))
+    assert lab.there.facts.dead == {1: died}
+    assert lab.change(messages.Heal(), formed(20, 22)).replaced == {1: died}
+    lab.ask(messages.StartWorld(spec()))
+    lab.reply(lab.record.record_start(formed(30, 21)))  # Linux uses process ids again
+    assert lab.there.facts.dead == {}
+
+
 def test_an_unfinished_cell_is_replayed_whole(lab: Lab) -> None:
     """All outputs of a running cell are replayed, even acknowledged ones, and its end is known."""
     lab.run()

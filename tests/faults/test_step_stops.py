@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import random
+import re
 import time
 from collections.abc import Iterable
 
@@ -12,6 +13,7 @@ import pytest
 from nbdist.agent.step_stops import STEP_TIMEOUT
 from nbdist.config import Patience
 from nbdist.errors import CellTimeout, WorkerDied, WorkerError
+from nbdist.words import name_ranks
 from nbdist.world import dispatch, inbox
 from nbdist.world.task_run import TaskRun
 from nbdist.world.world import World
@@ -331,11 +333,13 @@ def test_a_rank_behind_others_is_named_if_it_raises(world: World) -> None:
 
 
 def test_survivors_a_step_apart_are_named(world: World) -> None:
-    """After a death survivors that are a step apart are named, but not the rank that is new."""
+    """After a death survivors that are a step apart are named, but not a rank that is new."""
     do = "os.kill(os.getpid(), 9) if rank == 1 else dist.barrier()"
     _, error = ends(world, "import os\n" + AT_STEP_5.format(when="rank in (1, 3)", do=do))
     assert isinstance(error, WorkerDied)
-    assert (
-        "Replicas may differ: ranks 0,2 ended after optimizer step 5, rank 3 after step 4."
-        in str(error)
-    )
+    # In rare cases gloo does not wake a survivor, which is restarted then: see test_deaths.py.
+    restarted = set(map(int, re.findall(r"Gloo did not wake rank (\d)", str(error))))
+    ahead, behind = {0, 2} - restarted, {3} - restarted
+    assert len(restarted) < 2
+    steps_text = f"{name_ranks(ahead)} ended after optimizer step 5, rank 3 after step 4."
+    assert (f"Replicas may differ: {steps_text}" in str(error)) == bool(behind)

@@ -12,7 +12,7 @@ import pytest
 from nbdist.agent.worker_output import WorkerLog
 from nbdist.notebook.commands.inspect import last_lines, shown_stacks
 from nbdist.notebook.outcome import Why
-from nbdist.notebook.pool import Pools
+from nbdist.notebook.pool import SETUP_LEFT_OUT, Pools
 from nbdist.wire import log_files as logs
 from nbdist.wire.log_files import BLOCK, LONGEST, PAGE, GetLogs, LogTail, read_logs
 from nbdist.wire.places import RankPosition, Stack, StackFrame
@@ -118,6 +118,20 @@ def test_dist_why_shows_why_workers_did_not_start(fresh: Callable[..., Notebook]
         assert re.match(r"rank 0 on \S+ could not start: it exited with code 3\. Started", why)
         assert lines == ["no licence"]
         assert notebook.run("%dist_init -n 1 --wrap env").errors == []
+
+
+@pytest.mark.own_agent
+def test_a_start_after_a_failed_restart_says_what_is_lacking(
+    fresh: Callable[..., Notebook],
+) -> None:
+    """After a failed restart, `%%distributed` notes that it runs no set-up cells."""
+    notebook = fresh("%load_ext nbdist")
+    assert notebook.run("%%distributed -n 1 --setup\nmade = 1").errors == []
+    assert notebook.run("%dist_restart --wrap false").error
+    assert SETUP_LEFT_OUT in notebook.run("%%distributed\n'made' in globals()").text
+    assert SETUP_LEFT_OUT not in notebook.run("%%distributed --setup\nmade = 2").text
+    assert notebook.run("%dist_restart").errors == []
+    assert "2" in notebook.run("%%distributed\nprint(made)").text
 
 
 @pytest.mark.world
