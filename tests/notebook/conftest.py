@@ -1,4 +1,4 @@
-"""Notebooks for the tests of the magics."""
+"""Fixtures for the tests of the magics: notebooks, and the pools of a notebook without a kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ two = lasting("%load_ext nbdist", "%dist_init -n 2")
 
 @pytest.fixture
 def notebook(kernel: Notebook) -> Notebook:
-    """The notebook with four workers: those of the test before if they accept a cell, else new."""
+    """The module's notebook with four workers, which are restarted if a cell on them fails."""
     if kernel.run("%%distributed -n 4\npass").errors:
         assert kernel.run("%dist_restart -n 4").errors == []
     return kernel
@@ -26,11 +26,11 @@ def notebook(kernel: Notebook) -> Notebook:
 
 @pytest.fixture
 def fresh() -> Iterator[Callable[..., Notebook]]:
-    """A function that makes a notebook for this test alone, which is closed after the test."""
+    """A function that makes notebooks for this test alone; they are closed after the test."""
     made: list[Notebook] = []
 
-    def make(*first: str, env: dict[str, str] | None = None) -> Notebook:
-        made.append(Notebook(*first, env=env))
+    def make(*cells: str, env: dict[str, str] | None = None) -> Notebook:
+        made.append(Notebook(*cells, env=env))
         return made[-1]
 
     yield make
@@ -39,7 +39,7 @@ def fresh() -> Iterator[Callable[..., Notebook]]:
 
 
 class Shell:
-    """The part of IPython's shell that commands need which start no workers."""
+    """A stand-in for IPython's shell that is enough for commands that start no workers."""
 
     def __init__(self) -> None:
         self.user_ns: dict[str, object] = {}
@@ -54,7 +54,7 @@ def pools() -> Pools:
 
 @pytest.fixture
 def typed(pools: Pools, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
-    """A function that runs a line such as `%dist_why`, or a cell, and returns the output."""
+    """A function that runs a line or cell with a magic, such as `%dist_why`; returns its output."""
     magics = {each.shown_name: each.magic(pools) for each in find_commands()}
 
     def run(source: str) -> str:

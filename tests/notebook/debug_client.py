@@ -1,4 +1,4 @@
-"""The debugger of a front end: it asks by the kernel's control channel, as JupyterLab does."""
+"""A client of the debugger that sends requests on the control channel, as JupyterLab does."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def train_step(weight):
 
 weight = train_step(torch.ones(1))
 print("weight", weight.item())"""
-"""A cell with a step that all ranks make together; its weight is the sum of the ranks' numbers."""
+"""A cell in which each rank gets the sum of `rank + 1` over all ranks: two ranks print 3.0."""
 
 
 class DebugClient:
-    """What JupyterLab's debugger does: its requests, its events, and a cell that may stop."""
+    """Sends requests as JupyterLab's debugger does; receives its events and the output of cells."""
 
     def __init__(self, notebook: Notebook) -> None:
         self.notebook, self.client = notebook, notebook.client
@@ -35,13 +35,13 @@ class DebugClient:
         self._is_over = True
 
     def request(self, command: str, **arguments: Any) -> Message:
-        """Send a request and return the response, which must be a success."""
+        """Send a request that must succeed, and return the body of the response."""
         reply = self.ask(command, **arguments)
         assert reply.get("success"), reply
         return reply.get("body") or {}
 
     def ask(self, command: str, **arguments: Any) -> Message:
-        """Send a request and return the whole response."""
+        """Send a request that may fail, and return the whole response."""
         content = {
             "type": "request",
             "seq": next(self._numbers),
@@ -69,7 +69,7 @@ class DebugClient:
         self.request("disconnect", restart=False, terminateDebuggee=False)
 
     def set_breakpoints(self, source: str, *lines: int) -> str:
-        """Set breakpoints in a cell by its text, and return the file that the cell has."""
+        """Set breakpoints in the cell with this source, and return the path of the cell's file."""
         path: str = self.request("dumpCell", code=source)["sourcePath"]
         points = [{"line": line} for line in lines]
         self.request(
@@ -78,22 +78,22 @@ class DebugClient:
         return path
 
     def begin(self, source: str) -> None:
-        """Send a cell to be run."""
+        """Send a cell to the kernel without waiting for its end."""
         self.outcome, self._is_over = Outcome(), False
         self._cell = self.client.execute(source, stop_on_error=False)
 
     def next_event(self, name: str, timeout: float = SOON) -> Message:
         """Wait for the next event of this kind, and return its body."""
         deadline = time.monotonic() + timeout
-        while not (found := [each for each in self.events if each["event"] == name]):
+        while not (matching := [each for each in self.events if each["event"] == name]):
             self._receive(deadline, f"no event {name!r}")
-        self.events.remove(found[0])
-        return {**found[0]["body"]}
+        self.events.remove(matching[0])
+        return {**matching[0]["body"]}
 
     def finish(self, *, goes_on: bool = False) -> Outcome:
         """Wait until the cell has ended, and return its output.
 
-        If `goes_on`, ranks that stop meanwhile, later than others, go on.
+        With `goes_on`, each rank that stops meanwhile is told to continue.
         """
         deadline = time.monotonic() + SOON
         while not self._is_over:
@@ -119,21 +119,21 @@ class DebugClient:
         elif message["parent_header"].get("msg_id") == self._cell:
             if kind == "status" and content["execution_state"] == "idle":
                 self._is_over = True
-            self.notebook._take(self.outcome, kind, content)
+            self.notebook._record(self.outcome, kind, content)
 
-    # --- what the page shows while a thread has stopped -----------------------------------
+    # --- what the page shows while a thread is stopped ------------------------------------
 
     def stack(self, thread: int) -> list[Message]:
         frames: list[Message] = self.request("stackTrace", threadId=thread)["stackFrames"]
         return frames
 
     def stopped(self) -> tuple[int, Message]:
-        """Wait for a `stopped` event; return its thread and the innermost frame."""
+        """Wait for a `stopped` event; return its thread and that thread's innermost frame."""
         thread = int(self.next_event("stopped")["threadId"])
         return thread, self.stack(thread)[0]
 
     def all_stopped(self, *ranks: int) -> tuple[int, Message]:
-        """Wait until all these ranks have stopped, however late, and show them in this order.
+        """Let the page show each of these ranks in turn, and wait until that rank has stopped.
 
         Returns the thread of the last rank and its innermost frame, as `stopped` does.
         """
@@ -149,12 +149,12 @@ class DebugClient:
     def variables(self, frame: Message) -> dict[str, Message]:
         """Return the variables in all scopes of a frame, by name."""
         scopes = self.request("scopes", frameId=frame["id"])["scopes"]
-        found: dict[str, Message] = {}
+        by_name: dict[str, Message] = {}
         for scope in reversed(scopes):
             reference = scope["variablesReference"]
             for each in self.request("variables", variablesReference=reference)["variables"]:
-                found[each["name"]] = each
-        return found
+                by_name[each["name"]] = each
+        return by_name
 
     def evaluate(self, frame: Message, expression: str) -> str:
         body = self.request("evaluate", context="repl", expression=expression, frameId=frame["id"])

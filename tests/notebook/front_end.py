@@ -1,4 +1,4 @@
-"""A notebook kernel that is used as a front end uses a kernel, and the output of its cells."""
+"""Runs cells in the kernel of a notebook as a front end does, and collects their output."""
 
 from __future__ import annotations
 
@@ -26,26 +26,28 @@ from tests.waiting import SOON
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
-# The blocking calls of jupyter_client use an event loop that lives as long as the process.
+# The blocking calls of jupyter_client share an event loop that is never closed.  Create that loop
+# now: otherwise the first test with such a call would seem to leave it behind.
 ensure_event_loop()
 
 
+# The module that runs in shared kernels, and code for these kernels.
 REUSED = "tests.notebook.reused"
 NO_TORCH = "assert 'torch' not in __import__('sys').modules"
 CLEAN = f"__import__('sys').modules[{REUSED!r}].kernel.clean()"
 
 INSIDES = re.compile(r"[^\s\"']*/nbdist/(?:\w+/)*\w+\.py\b")
-"""The path of a file of nbdist, as tracebacks show the path."""
+"""Matches the path of a file of nbdist in a text, such as a traceback."""
 
 
 @dataclass
 class Outcome:
-    """The output of a cell, as a front end receives the messages."""
+    """The output of a cell, collected from the messages that a front end receives."""
 
     displays: list[dict[str, Any]] = field(default_factory=list)
     figures: list[dict[str, Any]] = field(default_factory=list)
     updates: list[dict[str, Any]] = field(default_factory=list)
-    drawn: list[str] = field(default_factory=list)  # texts of displays and updates, cleared or not
+    drawn: list[str] = field(default_factory=list)  # texts of all displays and updates
     streams: list[str] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)
     errors: list[dict[str, Any]] = field(default_factory=list)
@@ -69,7 +71,7 @@ class Outcome:
 
     @property
     def texts(self) -> list[str]:
-        """The text of each display, with its last content."""
+        """The text of each display, after its last update."""
         newest = {each["transient"]["display_id"]: each for each in self.updates}
         last = (newest.get(each["transient"].get("display_id"), each) for each in self.displays)
         return [each["data"].get("text/plain", "") for each in last]
@@ -95,13 +97,13 @@ class Outcome:
         (error,) = self.errors
         assert self.reply["status"] == "error"
         assert self.streams == []
-        said = strip("\n".join(error["traceback"]))
+        line = strip("\n".join(error["traceback"]))
         # nbdist's `Interrupted` is shown as the KeyboardInterrupt that everybody knows.
         name = error["ename"].replace("Interrupted", "KeyboardInterrupt")
-        assert said == f"{name}: {error['evalue']}"
-        assert "\n" not in said
-        assert len(said) < 500
-        return said
+        assert line == f"{name}: {error['evalue']}"
+        assert "\n" not in line
+        assert len(line) < 500
+        return line
 
 
 def is_empty(data: dict[str, Any]) -> bool:
@@ -110,49 +112,52 @@ def is_empty(data: dict[str, Any]) -> bool:
 
 
 def new_manager() -> KernelManager:
-    """Make the manager of a kernel with sockets in files: no program can take a port of it."""
+    """Make the manager of a kernel with sockets in files: other programs could take its ports."""
     place = f"{os.environ['XDG_RUNTIME_DIR']}/{uuid.uuid4().hex[:8]}"
     return KernelManager(kernel_name="python3", transport="ipc", ip=place)
 
 
 class SharedKernels:
-    """Kernels that notebooks of this process use one after another; each keeps its agent."""
+    """Kernels that notebooks of this process use one after another; each kernel keeps its agent."""
 
     def __init__(self) -> None:
-        self.is_offered = False
+        self.is_offered = False  # whether the running test may use a shared kernel
         self._free: list[KernelManager] = []
-        self._with_torch: list[KernelManager] = []  # one at most
-        self._taken: list[KernelManager] = []
+        self._with_torch: list[KernelManager] = []  # at most one
+        self._borrowed: list[KernelManager] = []
 
     def start(self, count: int) -> None:
         """Start kernels until `count` of them are free and have not imported torch."""
         for _ in range(count - len(self._free)):
             cache = f"{os.environ['XDG_RUNTIME_DIR']}/jedi"
             notebook = Notebook()
-            self._taken.append(notebook.manager)
-            begins = f"import {REUSED}; {REUSED}.kernel = {REUSED}.Kernel({cache!r})"
-            assert not (said := notebook.fails_at(begins)), said
+            self._borrowed.append(notebook.manager)
+            code = f"import {REUSED}; {REUSED}.kernel = {REUSED}.Kernel({cache!r})"
+            assert not (traceback := notebook.fails_at(code)), traceback
             notebook.close()
 
-    def take(self, *, may_have_torch: bool) -> KernelManager | None:
-        """Return a kernel that is like new but for torch; None if no such kernel is free."""
-        found = (self._with_torch if may_have_torch else []) or self._free
-        if not self.is_offered or not found:
+    def borrow(self, *, may_have_torch: bool) -> KernelManager | None:
+        """Return the manager of a free kernel that is like new; None if there is none.
+
+        With `may_have_torch`, the kernel may have imported torch.
+        """
+        kernels = (self._with_torch if may_have_torch else []) or self._free
+        if not self.is_offered or not kernels:
             return None
-        self._taken.append(found.pop())
-        return self._taken[-1]
+        self._borrowed.append(kernels.pop())
+        return self._borrowed[-1]
 
     def give_back(self, notebook: Notebook) -> bool:
-        """Clean a shared kernel; return True if the notebook had one and it can be used again."""
-        if notebook.manager not in self._taken:
+        """Clean the notebook's kernel if it is shared; return True if it can be used again."""
+        if notebook.manager not in self._borrowed:
             return False
-        self._taken.remove(notebook.manager)
+        self._borrowed.remove(notebook.manager)
         if not notebook.manager.is_alive():
             return False
         kernels = self._with_torch if notebook.fails_at(NO_TORCH) else self._free
         if kernels is self._with_torch and kernels:
             return False
-        assert not (said := notebook.fails_at(CLEAN)), said
+        assert not (traceback := notebook.fails_at(CLEAN)), traceback
         kernels.append(notebook.manager)
         return True
 
@@ -170,22 +175,23 @@ KERNELS = SharedKernels()
 class Notebook:
     """A notebook kernel, shared with other tests if possible, and its front end."""
 
-    folder: Path
+    folder: Path  # set by `lasting`
 
     def __init__(
         self, *first: str, env: dict[str, str] | None = None, may_have_torch: bool = False
     ) -> None:
-        taken = KERNELS.take(may_have_torch=may_have_torch)
+        borrowed = KERNELS.borrow(may_have_torch=may_have_torch)
         self.is_closed = False
-        self.manager = taken or new_manager()
+        self.manager = borrowed or new_manager()
         environ = {**os.environ, "NBDIST_LOG_DIR": "", **(env or {})}
-        if taken is None:
+        if borrowed is None:
             self.manager.start_kernel(env=environ)
         self.client = self.new_client()
         try:
             self.client.wait_for_ready(timeout=SOON)
-            if taken is not None:
-                # Tests also set environment variables of their own process.
+            if borrowed is not None:
+                # The kernel was started earlier: give it the environment of this process, in
+                # which tests may have set variables since.
                 self.fails_at(f"__import__('os').environ.update({environ!r})")
             for source in first:
                 outcome = self.run(source)
@@ -195,10 +201,10 @@ class Notebook:
             raise
 
     def new_client(self) -> BlockingKernelClient:
-        """Connect as another page does, under a new session id."""
+        """Connect a client under a new session id, as another page does."""
         client = self.manager.client()
         assert isinstance(client, BlockingKernelClient)
-        # The session is the sockets' identity: no two clients of a kernel may share it.
+        # The session id is the sockets' identity: no two clients of a kernel may share one.
         client.session = client.session.clone()
         client.session.session = uuid.uuid4().hex
         client.start_channels()
@@ -225,14 +231,14 @@ class Notebook:
     ) -> Outcome:
         """Run a cell and collect all its output; `meanwhile` is called after each message.
 
-        Each prompt gets the next line of `typed`; a prompt without a line left gets a Stop.
+        Each prompt is answered by the next line of `typed`; if no line is left, Stop is pressed.
         """
         lines = iter(typed)
-        # After an error, ipykernel 6 would abort the next cell if that is sent at once.
+        # By default, ipykernel 6 aborts a cell that is sent at once after a cell with an error.
         request = self.client.execute(source, stop_on_error=False)
         outcome, deadline = Outcome(), time.monotonic() + SOON
         while True:
-            self._type(outcome, lines)
+            self._answer_prompt(outcome, lines)
             try:
                 message = self.client.get_iopub_msg(timeout=0.02 if typed else 0.2)
             except Empty:
@@ -243,15 +249,15 @@ class Notebook:
             kind, content = message["msg_type"], message["content"]
             if kind == "status" and content["execution_state"] == "idle":
                 break
-            self._take(outcome, kind, content)
+            self._record(outcome, kind, content)
             if meanwhile is not None:
                 meanwhile(outcome)
         outcome.reply = self.reply_to(request)
-        # No output, not even that of an error, may show a person the files of nbdist.
-        assert not (found := INSIDES.findall(outcome.seen)), (found, outcome.seen)
+        # No output, not even an error, may show a person the files of nbdist.
+        assert not (paths := INSIDES.findall(outcome.seen)), (paths, outcome.seen)
         return outcome
 
-    def _type(self, outcome: Outcome, lines: Iterator[str]) -> None:
+    def _answer_prompt(self, outcome: Outcome, lines: Iterator[str]) -> None:
         try:
             request = self.client.get_stdin_msg(timeout=0)
         except Empty:
@@ -262,16 +268,16 @@ class Notebook:
         else:
             self.client.input(line)
 
-    def _take(self, outcome: Outcome, kind: str, content: dict[str, Any]) -> None:
+    def _record(self, outcome: Outcome, kind: str, content: dict[str, Any]) -> None:
         if kind.endswith("display_data"):
             outcome.drawn.append(content["data"].get("text/plain", ""))
         match kind:
             case "display_data" if is_empty(content["data"]):
                 outcome.figures.append(content)
             case "clear_output":  # all displays so far are removed
-                gone = [each["transient"] for each in outcome.displays]
+                cleared = [each["transient"] for each in outcome.displays]
                 outcome.updates = [
-                    each for each in outcome.updates if each["transient"] not in gone
+                    each for each in outcome.updates if each["transient"] not in cleared
                 ]
                 for shown in (outcome.displays, outcome.streams):
                     shown.clear()
@@ -287,16 +293,16 @@ class Notebook:
                 outcome.errors.append(content)
 
     def stop_at(self, text: str) -> Callable[[Outcome], None]:
-        """Return a function for `meanwhile` that presses Stop once as soon as `text` is shown."""
+        """Return a function for `meanwhile` that presses Stop once, as soon as `text` is shown."""
         pressed: list[bool] = []
 
-        def look(outcome: Outcome) -> None:
+        def press_stop(outcome: Outcome) -> None:
             shown = [each["data"]["text/plain"] for each in (*outcome.displays, *outcome.updates)]
             if not pressed and any(text in each for each in shown):
                 pressed.append(True)
                 self.manager.interrupt_kernel()
 
-        return look
+        return press_stop
 
     def next_shown(self, *texts: str) -> dict[str, Any]:
         """Wait for the next display or update with all these texts, also while no cell runs."""
@@ -317,7 +323,7 @@ class Notebook:
                 return str(printed)
 
     def value(self, expression: str) -> Any:
-        """Return the value of an expression in the notebook, which is sent as its `repr`."""
+        """Return the value of an expression in the notebook, made again from its `repr`."""
         outcome = self.run(expression)
         assert outcome.errors == [], outcome.errors
         (result,) = outcome.results
@@ -328,7 +334,10 @@ class Notebook:
         return psutil.Process(self.manager.provisioner.process.pid)  # type: ignore[union-attr]
 
     def close(self) -> None:
-        """Give the kernel back or shut it down; only once, as others may use the kernel later."""
+        """Give a shared kernel back, or shut the kernel down, at the first call only.
+
+        After that, other notebooks may use the kernel.
+        """
         if self.is_closed:
             return
         self.is_closed = True
@@ -339,9 +348,9 @@ class Notebook:
 
 
 def lasting(*first: str, may_have_torch: bool = False, **env: str) -> Any:
-    """Make a fixture: one notebook for all tests of a module, in which the cells `first` ran.
+    """Make a fixture: one notebook for all tests of a module, in which the cells `first` have run.
 
-    If it `may_have_torch`, its kernel may have imported torch before.
+    With `may_have_torch`, the notebook may get a kernel that has imported torch.
     `{folder}` in the cells and in `env` is replaced by the notebook's `folder`, a new folder.
     """
 
@@ -360,7 +369,7 @@ def lasting(*first: str, may_have_torch: bool = False, **env: str) -> Any:
 
 @contextmanager
 def nbclient_manager(kernel: Notebook) -> Iterator[KernelManager]:
-    """Adapt the kernel's manager for nbclient and papermill; their clients are closed later."""
+    """Adapt a kernel's manager to nbclient and papermill; close their clients at the end."""
     manager, opened = kernel.manager, list[Any]()
     client_class, make = manager.client_class, manager.client
 

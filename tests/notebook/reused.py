@@ -1,4 +1,4 @@
-"""Runs in a notebook kernel that several test modules use: resets the kernel, keeps its agent."""
+"""Resets a notebook kernel before other tests use it; runs in the kernel and keeps its agent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIBRARIES = (
     sysconfig.get_path("stdlib"),
     os.path.dirname(nbdist.__file__),
 )
-"""Modules whose files have a part of these in their path stay imported."""
+"""A module stays imported if its origin, such as its file, has one of these in its path."""
 
 
 class Kernel:
@@ -37,11 +37,11 @@ class Kernel:
         self.folder, self.environ = os.getcwd(), {**os.environ}
         self.modules = {*sys.modules}
         self.extensions = {*self.shell.extension_manager.loaded}
-        self.stop = signal.getsignal(signal.SIGINT)
+        self.sigint_handler = signal.getsignal(signal.SIGINT)
         hooks = (*self.shell.events.callbacks.values(), self.shell.input_transformers_cleanup)
         self.lists = [(each, [*each]) for each in (sys.path, self.shell.ast_transformers, *hooks)]
         gc.collect()
-        gc.freeze()  # so that each `clean` looks through new objects alone
+        gc.freeze()  # so that `clean` only looks through newer objects
 
     def clean(self) -> None:
         """Unload extensions, end patches and restore all state that cells have changed."""
@@ -52,15 +52,15 @@ class Kernel:
         os.chdir(self.folder)  # IPython cannot reset itself in a folder that was removed
         self.shell.reset(new_session=True)
         self.shell.call_pdb = False
-        signal.signal(signal.SIGINT, self.stop)
+        signal.signal(signal.SIGINT, self.sigint_handler)
         os.environ.clear()
         os.environ.update(self.environ)
         for each, before in self.lists:
             each[:] = before
-        # `torch.ops` and others have no spec.
-        tops = {name: sys.modules.get(name.partition(".")[0]) for name in sys.modules}
+        # Some modules, such as `torch.ops`, have no spec: their top-level package decides.
+        packages = {name: sys.modules.get(name.partition(".")[0]) for name in sys.modules}
         for name in {*sys.modules} - self.modules:
-            if not _is_of_a_library(tops[name] or sys.modules[name]):
+            if not _is_of_a_library(packages[name] or sys.modules[name]):
                 del sys.modules[name]
         gc.collect()
         self.agent.start()

@@ -1,4 +1,4 @@
-"""The text of cells: which cells are refused, and which lines auto mode sends to the workers."""
+"""Tests of what nbdist reads in cells, which cells it refuses, and which lines run on ranks."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from nbdist.world.world import World
 PLAIN = "x = 1"
 
 SIDE = SideRules({"lines", "acc", "rank"}.__contains__, {"%ours", "%%ours"}.__contains__)
+"""The ranks have `lines`, `acc` and `rank`; only the notebook has the magics `ours`."""
 
 
 class Shell(InteractiveShell):
@@ -95,7 +96,10 @@ def test_auto_mode_sends_python_cells_to_the_ranks(cells: Any, shell: Shell) -> 
 
 
 def test_magics_of_extensions_that_ranks_loaded_run_there(cells: Any, shell: Shell) -> None:
-    """A magic runs on the ranks once they have loaded its extension; a name belongs to one side."""
+    """A magic runs on the ranks once a cell in auto mode has loaded its extension.
+
+    A name belongs to the ranks if a rank has bound it, or if only they have a module of that name.
+    """
     shell.register_magic_function(ours, "line", "ours")
     assert ran(cells, "%ours x") == "%ours x"
     ran(cells, f"%load_ext {__name__}")
@@ -112,7 +116,7 @@ def ours(line: str) -> None:
 
 
 def test_the_history_has_the_typed_cell(cells: Any) -> None:
-    """The history has the typed cell, also in a terminal; `ran` keeps the code that ran instead."""
+    """The history stores the cell as typed; `AutoMode.ran` has the code that ran in its place."""
 
     def stored(source: str, raw: str) -> tuple[str, str]:
         return cells.store_inputs(lambda _, *both: both, 1, source, raw)  # type: ignore[no-any-return]
@@ -128,12 +132,12 @@ def test_the_history_has_the_typed_cell(cells: Any) -> None:
 
 
 def sides(code: str) -> list[tuple[int, str]]:
-    """Return the first line of each part of a cell, and the side where the part runs, in order."""
+    """Return, for each part of a cell, the number of its first line and the side where it runs."""
     return [(part.first, "here" if part.is_here else "there") for part in split_cell(code, SIDE)]
 
 
 def test_each_line_runs_in_the_notebook_or_on_the_ranks() -> None:
-    """Magics of the notebook run here, and commands too unless they use variables of the ranks."""
+    """The notebook runs its own magics, and commands that use or set no variables of the ranks."""
     for code, where in (
         ("x = 1", [(0, "there")]),
         ("%time acc", [(0, "there")]),
@@ -163,7 +167,7 @@ def test_each_line_runs_in_the_notebook_or_on_the_ranks() -> None:
 
 
 def test_joined_parts_keep_their_line_numbers() -> None:
-    """Each part stays in its own lines, and code for the ranks keeps its line numbers."""
+    """Each part stays on its own lines, and code for the ranks keeps its line numbers."""
     code = "x = 1\nz = 2\n%dist_gather x\ny = 2"
     first, nothing, here, last = join_parts(code, split_cell(code, SIDE), MAGIC).splitlines()
     assert (nothing, here) == ("", "%dist_gather x")
@@ -175,7 +179,7 @@ def test_joined_parts_keep_their_line_numbers() -> None:
 
 
 def test_lines_for_both_sides_reach_the_ranks_before_later_lines() -> None:
-    """A magic that both sides run is followed by the ranks' call, and no line replaces the call."""
+    """The call that sends a line of both sides to the ranks is added directly below that line."""
     code = "%matplotlib inline\n%cd there\nx = 1"
     both, call, here, last = join_parts(code, split_cell(code, SIDE), MAGIC).splitlines()
     assert (both, here) == ("%matplotlib inline", "%cd there")
@@ -191,7 +195,7 @@ MAGIC = "distributed --auto"
 
 
 def test_a_cell_magic_is_found_with_its_pool_and_ranks() -> None:
-    """The first line that is no comment gives the magic, its pool and its ranks."""
+    """A cell magic is found below comments and blank lines, with the pool and ranks of its line."""
     for code, name, pool, ranks in (
         ("%%distributed\nx", "distributed", None, None),
         ("%%distributed -n 4 --pool a -r 0,2-3\nx", "distributed", "a", "0,2-3"),
@@ -202,7 +206,7 @@ def test_a_cell_magic_is_found_with_its_pool_and_ranks() -> None:
         magic = cell_magic(code)
         assert (magic.name, magic.pool, magic.ranks) == (name, pool, ranks)
         assert code[magic.start :].startswith(magic.text)
-    # A cell without a cell magic runs in the notebook, and none of its characters changes.
+    # `as_comment` only changes the line of a cell magic; without a cell magic it changes nothing.
     for code in ("x = 1", "x\n%%distributed", "%time x", "", "# %%distributed"):
         assert cell_magic(code) is None
         assert as_comment(code) == code
@@ -210,23 +214,23 @@ def test_a_cell_magic_is_found_with_its_pool_and_ranks() -> None:
 
 
 def test_the_magic_in_the_cursors_line_is_found() -> None:
-    """The magic begins the line with the cursor; of an expression the first name is found."""
-    for code, wanted in (
+    """`magic_at` finds a magic at the start of the line, `root_at` an expression's first name."""
+    for code, expected in (
         ("x = 1\n%dist_gather lo", ("dist_gather", " lo")),
         ("# why\n%%distributed -n 2", ("distributed", " -n 2")),
         ("x %dist_gather a", None),
         ("%%distributed -n 2\nx", None),
     ):
         magic = magic_at(code, len(code))
-        assert (magic and (magic.name, magic.text)) == wanted
+        assert (magic and (magic.name, magic.text)) == expected
     typed = "mod", "x = model.first.we", "print(net(x)[0].we", 'batch["im', "f(x, "
-    found = [root_at(code, len(code)) for code in typed]
+    roots = [root_at(code, len(code)) for code in typed]
     parts = [("model", True), ("net", True), ("batch", True)]
-    assert found == [("mod", False), *parts, ("", False)]
+    assert roots == [("mod", False), *parts, ("", False)]
 
 
 def test_a_cell_begins_with_its_magic() -> None:
-    """Lines below the magic keep their numbers; cells with other magics stay as they are."""
+    """The magic moves to the first line; lines below keep their numbers; other cells stay as is."""
     for cell, becomes in (
         ("%%distributed -n 4\nx\n", "%%distributed -n 4\nx\n"),
         ("# why\n%%distributed -n 4\nx\n", "%%distributed -n 4\n# why\nx\n"),
@@ -257,8 +261,8 @@ def test_a_cell_begins_with_its_magic() -> None:
 
 
 def test_the_notebooks_magics_at_the_end_are_split_off() -> None:
-    """`%dist_...` magics below all other code are split off, with the name on their left side."""
-    for cell, rest, magics in (
+    """`%dist_...` magics at the end are split off, each with the name to which it is assigned."""
+    for cell, code, magics in (
         ("x = 1\n\n%dist_gather x  # why\n", "x = 1\n\n", [("dist_gather", "x  # why", "")]),
         (
             "x\n%dist_status\n# both\ny = %dist_gather x",
@@ -268,7 +272,7 @@ def test_the_notebooks_magics_at_the_end_are_split_off() -> None:
         ("for x in y:\n    %dist_push x\n", "for x in y:\n    %dist_push x\n", []),
         ("x = '''\n%dist_status\n'''", "x = '''\n%dist_status\n'''", []),
     ):
-        assert split_off_magics(cell) == (rest, magics)
+        assert split_off_magics(cell) == (code, magics)
 
 
 def test_a_comment_ends_a_line() -> None:
@@ -284,7 +288,7 @@ def test_a_comment_ends_a_line() -> None:
 
 @pytest.fixture
 def transformer() -> Any:
-    """The parts of an IPython shell that transform cells and show syntax errors."""
+    """A stand-in for a shell: the parts of IPython that transform cells and show syntax errors."""
     shell = TransformerManager()
     shell.SyntaxTB = SyntaxTB(theme_name="nocolor") if _has_themes() else SyntaxTB("NoColor")
     return shell
@@ -295,7 +299,7 @@ def _has_themes() -> bool:
 
 
 def test_a_valid_cell_is_transformed_to_python(transformer: Any):
-    """Magics are transformed and indentation is removed; Python's warnings refuse no cell."""
+    """Magics are transformed and indentation is removed; a cell with a Python warning is valid."""
     python = check_source(transformer, "%%distributed", "!ls\nawait x")
     assert python.splitlines() == ["# %%distributed", "get_ipython().system('ls')", "await x"]
     python = check_source(transformer, "%%rank 0", "    a = 1\n    if a:\n        b = 2\n")
@@ -306,17 +310,17 @@ def test_a_valid_cell_is_transformed_to_python(transformer: Any):
 
 
 def test_a_syntax_error_is_found_first(transformer: Any):
-    """The error names the line and is shown as by IPython, with a line that nothing has run."""
-    with pytest.raises(CellSyntaxError, match=r"\(line 3 of the cell\); nothing") as found:
+    """The error names the line, is shown as IPython shows it, and says that nothing has run."""
+    with pytest.raises(CellSyntaxError, match=r"\(line 3 of the cell\); nothing") as raised:
         check_source(transformer, "%%distributed -n 2", "a = 1\nb = = 2")
-    *shown, last = found.value._render_traceback_()
+    *shown, last = raised.value._render_traceback_()
     assert "b = = 2" in "\n".join(shown)
     assert last == "Nothing has run on the workers."
 
 
 def test_errors_of_the_compiler_name_their_line_and_a_remedy(transformer: Any):
-    """Errors that only the compiler or the tokenizer finds name their line too, some a remedy."""
-    for cell, said in (
+    """Errors that only the compiler or tokenizer finds name their line too; some name a remedy."""
+    for cell, expected in (
         ("x = 1\nreturn 5", "(line 3 of the cell); nothing has run. The last line of a cell is"),
         ("yield 5", "'yield' outside function (line 2 of the cell); nothing has run. `yield`"),
         (
@@ -325,21 +329,21 @@ def test_errors_of_the_compiler_name_their_line_and_a_remedy(transformer: Any):
         ),
         ("def f():\n    x = 1\n    global x", "assigned to before global declaration"),
     ):
-        with pytest.raises(SyntaxError) as found:
+        with pytest.raises(SyntaxError) as raised:
             check_source(transformer, "%%distributed", cell)
-        assert said in str(found.value)
-        shown = found.value._render_traceback_()  # type: ignore[attr-defined]
+        assert expected in str(raised.value)
+        shown = raised.value._render_traceback_()  # type: ignore[attr-defined]
         assert cell.splitlines()[-1].strip() in "\n".join(shown)
 
 
 def test_magics_of_the_notebook_are_refused_on_ranks(transformer: Any):
     """The error names the line of the magic and says what to do, before anything runs."""
-    for cell, said in (
+    for cell, expected in (
         ("x = 1\n%dist_gather x\nx", "line 3: `%dist_gather` is for the notebook, not for the"),
         ("if x:\n    y = %dist_gather x", "line 3: `%dist_gather` is for the notebook"),
         ("%distributed x = 1", "line 2: `%distributed` is for the notebook"),
         ("x\n%%rank 0\ny", "%%rank must be the first line of its cell: split the cell at line 3"),
     ):
-        with pytest.raises(UsageError) as found:
+        with pytest.raises(UsageError) as raised:
             check_source(transformer, "%%distributed", cell)
-        assert str(found.value).startswith(said)
+        assert str(raised.value).startswith(expected)

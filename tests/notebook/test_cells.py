@@ -45,7 +45,9 @@ Path({folder!r}, str(rank)).touch()
 time.sleep(600)
 ''')
 """
-"""Defines `stop_at`.  Python handles a signal in a trace function as if it came at the line."""
+"""A cell that defines `stop_at`, which presses Stop at a line that nbdist runs during a cell.
+
+Python handles a signal that a trace function raises as if it had come at the traced line."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Iterator[Notebook]:
-    """A notebook with two workers that has `folder` in `sys.path`."""
+    """A notebook with two workers whose `sys.path` begins with `folder`; ranks import from it."""
     (folder / "my_train.py").write_text("def steps():\n    return 'first version'\n")
     (folder / "my_data.py").write_text("kind = 'first'\n")
     for file in folder.iterdir():
@@ -71,25 +73,25 @@ def two(folder: Path) -> Iterator[Notebook]:
 
 
 def edit(file: Path, text: str, seconds: float) -> None:
-    """Write a file that was modified `seconds` from now, before now if negative."""
+    """Write a file, and set its modification time to `seconds` from now; negative is before now."""
     file.write_text(text)
     at = time.time() + seconds
     os.utime(file, (at, at))
 
 
 def test_a_note_names_ranks_with_an_outdated_module(two: Notebook, folder: Path) -> None:
-    """The next cell shows the note once, even if the cell fails; not with `%autoreload 2`."""
-    told = "imported it: run `%distributed %autoreload 2` once, or `%dist_restart`"
+    """Only the next cell shows the note, even if it fails; with `%autoreload 2` no cell does."""
+    advice = "imported it: run `%distributed %autoreload 2` once, or `%dist_restart`"
     edit(folder / "my_train.py", "def steps():\n    return 'second, longer'\n", seconds=-30)
     edit(folder / "my_data.py", "kind = 'the second'\n", seconds=-30)
     shown = two.run("%%distributed\nmy_train.steps()").text
     assert "first version" in shown
-    assert f"my_train.py changed after ranks 0-1 {told}" in shown
-    assert f"my_data.py changed after rank 1 {told}" in shown
+    assert f"my_train.py changed after ranks 0-1 {advice}" in shown
+    assert f"my_data.py changed after rank 1 {advice}" in shown
     assert "imported it" not in two.run("%%distributed\nmy_train.steps()").text
     edit(folder / "my_data.py", "kind = 'another'\n", seconds=-20)
     failed = two.run("%%rank 1\n1 / 0").panel["text/plain"]
-    assert f"my_data.py changed after rank 1 {told}" in failed
+    assert f"my_data.py changed after rank 1 {advice}" in failed
     assert two.run("%%distributed\n%autoreload 2").errors == []
     assert "second, longer" in two.run("%%distributed\nmy_train.steps()").text
     edit(folder / "my_train.py", "def steps():\n    return 'third, longer still'\n", seconds=-10)
@@ -109,7 +111,7 @@ def test_a_new_page_says_whether_it_missed_output(two: Notebook, *, is_in_mid_ce
             others[0].kernel_info()
 
     two.run("%%distributed\nimport time\ntime.sleep(2.2)", open_page if is_in_mid_cell else None)
-    time.sleep(0 if is_in_mid_cell else 1)  # a page takes longer than that to load
+    time.sleep(0 if is_in_mid_cell else 1)  # any page takes longer to load
     open_page()
     try:
         (two.client,) = others
@@ -117,20 +119,20 @@ def test_a_new_page_says_whether_it_missed_output(two: Notebook, *, is_in_mid_ce
     finally:
         two.client.stop_channels()
         two.client = first
-    said = ["this page was opened or reloaded before cell [" in text for text in shown]
-    assert said == [is_in_mid_cell, False]
+    have_note = ["this page was opened or reloaded before cell [" in text for text in shown]
+    assert have_note == [is_in_mid_cell, False]
     assert "reloaded" not in two.run("%%distributed\nprint('next')").text
 
 
 def test_stop_while_a_cell_is_followed_loses_nothing(two: Notebook) -> None:
-    """A Stop in the code that follows a cell stops all ranks, and loses neither output nor rank."""
+    """Stop at a line that nbdist runs during a cell stops all ranks; no output or rank is lost."""
     two.run(PRESS)
     for number in range(0, 140, 28):
         stopped = two.run(f"stop_at({number})")
         assert stopped.error.endswith("Stopped on ranks 0-1. No variables were lost."), number
         text = stopped.panel["text/plain"]
-        for said in ("begun", "■ 2 stopped"):
-            assert said in text, number
+        for expected in ("begun", "■ 2 stopped"):
+            assert expected in text, number
         assert "KeyboardInterrupt" in text.splitlines(), number  # without a message
     assert body(two.run("%%distributed\nprint(rank)"))[-1] == "1"
 

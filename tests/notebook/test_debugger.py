@@ -30,9 +30,9 @@ kernel = lasting("%load_ext nbdist", "%%distributed -n 2\nimport os, time")
 
 @pytest.fixture(scope="module")
 def adapter(kernel: Notebook) -> Iterator[None]:
-    """The process of ipykernel's own debugger, which lives as long as the kernel.
+    """Starts the process of ipykernel's own debugger, which lives as long as the kernel.
 
-    So no other module may use the kernel afterwards.
+    So the kernel is shut down after this module's tests, and no other module uses it.
     """
     client = DebugClient(kernel)
     client.start()
@@ -54,7 +54,7 @@ def debug(kernel: Notebook, adapter: None) -> Iterator[DebugClient]:
 
 
 def go_on(debug: DebugClient, thread: int) -> str:
-    """Let all ranks go on to the end of the cell, also late ones; return the cell's output."""
+    """Let all ranks go on to the end of the cell, also ranks that stop later; return its output."""
     debug.request("continue", threadId=thread)
     return debug.finish(goes_on=True).seen
 
@@ -81,7 +81,7 @@ def test_ranks_step_together_over_a_collective(debug: DebugClient) -> None:
 
 
 def test_a_page_that_asks_for_thread_1_gets_the_stopped_rank(debug: DebugClient) -> None:
-    """JupyterLab before 4.4.5 asks for thread 1, whichever thread has stopped."""
+    """JupyterLab before 4.4.5 asks for thread 1; such a request is about the rank that is shown."""
     debug.set_breakpoints(STEP, 3)
     debug.begin(STEP)
     debug.next_event("stopped")
@@ -93,7 +93,7 @@ def test_a_page_that_asks_for_thread_1_gets_the_stopped_rank(debug: DebugClient)
 
 
 def test_a_rank_that_stops_alone_is_waited_for(debug: DebugClient) -> None:
-    """Others wait for a rank at a breakpoint, and the cell's timeout does not go on."""
+    """Other ranks wait for a rank at a breakpoint, and the cell's timeout is paused meanwhile."""
     cell = "%%distributed --timeout 2\nif rank == 1:\n    x = 1\ndist.barrier()\nprint('passed')"
     debug.set_breakpoints(cell, 3)
     debug.begin(cell)
@@ -136,7 +136,7 @@ get_ipython().run_cell_magic("distributed", "", "x = 1")"""
 
 
 def test_stop_while_a_rank_attaches_keeps_its_breakpoints(debug: DebugClient) -> None:
-    """A Stop before a cell is sent does not let ranks run past breakpoints in later cells."""
+    """After a Stop while a rank still attaches, that rank stops at breakpoints in later cells."""
     assert debug.run("%%distributed -o pids\nos.getpid()").errors == []
     (_, pid) = debug.notebook.value("[*pids]")
     cell = "%%distributed\nif rank == 1:\n    x = 1\nprint('passed')"
@@ -156,7 +156,7 @@ def test_stop_while_a_rank_attaches_keeps_its_breakpoints(debug: DebugClient) ->
 
 
 def test_a_rank_that_dies_at_a_breakpoint_is_told(fresh: Callable[..., Notebook]) -> None:
-    """After a death the next stopped rank is shown, and the new rank has the breakpoints."""
+    """After a rank's death another stopped rank is shown, and the new rank has the breakpoints."""
     notebook = fresh("%load_ext nbdist", "%%distributed -n 2\nimport os")
     debug = DebugClient(notebook)
     debug.start()
@@ -166,7 +166,7 @@ def test_a_rank_that_dies_at_a_breakpoint_is_told(fresh: Callable[..., Notebook]
     thread, frame = debug.stopped()
     scope = debug.request("scopes", frameId=frame["id"])["scopes"][0]
     os.kill(int(debug.evaluate(frame, "os.getpid()")), signal.SIGKILL)
-    gone, (thread, frame) = (thread, frame), debug.stopped()
+    dead, (thread, frame) = (thread, frame), debug.stopped()
     assert frame["name"] == "rank 1 · <module>"
     assert "WorkerDied: rank 0" in go_on(debug, thread)
     debug.begin(cell)
@@ -174,9 +174,9 @@ def test_a_rank_that_dies_at_a_breakpoint_is_told(fresh: Callable[..., Notebook]
     # A page may still ask for what it has shown of the dead rank.
     for command, arguments in [
         ("variables", {"variablesReference": scope["variablesReference"]}),
-        ("scopes", {"frameId": gone[1]["id"]}),
-        ("stackTrace", {"threadId": gone[0]}),
-        ("next", {"threadId": gone[0]}),
+        ("scopes", {"frameId": dead[1]["id"]}),
+        ("stackTrace", {"threadId": dead[0]}),
+        ("next", {"threadId": dead[0]}),
     ]:
         reply = debug.ask(command, **arguments)
         assert (reply["success"], reply["message"]) == (False, GONE)
@@ -191,7 +191,7 @@ def test_a_rank_that_dies_at_a_breakpoint_is_told(fresh: Callable[..., Notebook]
 
 
 def test_a_rank_stops_in_a_cell_without_a_file(debug: DebugClient) -> None:
-    """A rank on another machine has no file of the cell, and still stops at its breakpoint."""
+    """A rank stops at a breakpoint even if its machine lacks the cell's file."""
     cell = "%%distributed\nx = rank\nprint('x', x)"
     path = debug.request("dumpCell", code=cell)["sourcePath"]
     os.unlink(path)
@@ -212,9 +212,10 @@ def test_breakpoint_uses_the_debugger_while_it_is_on(debug: DebugClient) -> None
 
 
 def test_an_exception_stops_only_the_rank_that_raises(debug: DebugClient) -> None:
-    """Neither the ranks that are released nor the notebook stop at what follows from the error.
+    """The notebook and the released ranks do not stop at the errors that follow from the exception.
 
-    The rank also stops in the next cell, although an abort of collectives turns these stops off.
+    The rank stops at exceptions in the next cell too, although aborting collectives turns these
+    stops off.
     """
     debug.request("setExceptionBreakpoints", filters=["userUnhandled"])
     for _ in range(2):
@@ -225,7 +226,7 @@ def test_an_exception_stops_only_the_rank_that_raises(debug: DebugClient) -> Non
 
 
 def test_the_notebook_s_own_breakpoints_work_as_before(debug: DebugClient) -> None:
-    """A plain cell stops in the notebook's thread, and its function on the ranks that call it."""
+    """A breakpoint in a plain cell's function stops the notebook, and ranks that call it."""
     plain = "def double(value):\n    result = 2 * value\n    return result\ndouble(1)"
     debug.set_breakpoints(plain, 2)
     debug.begin(plain)
@@ -241,8 +242,8 @@ def test_the_notebook_s_own_breakpoints_work_as_before(debug: DebugClient) -> No
 
 
 def test_nothing_is_left_of_a_debugger_that_is_off(kernel: Notebook, adapter: None) -> None:
-    """Off again, workers are not traced, have no thread of the debugger, and no socket listens."""
-    look = """%%distributed
+    """With the debugger off, workers have no trace function, debugger thread or more open files."""
+    check_cell = """%%distributed
 import sys, threading
 names = [each.name for each in threading._active.values()]  # pydevd hides its threads elsewhere
 left = [name for name in names if "debug" in name or "pydev" in name]
@@ -258,7 +259,7 @@ print("traced", sys.gettrace(), threading.gettrace(), left)"""
         thread, _ = debug.stopped()
         go_on(debug, thread)
         debug.stop()
-        assert "traced None None []" in debug.run(look).seen
+        assert "traced None None []" in debug.run(check_cell).seen
         assert debug.run("%%distributed -o counts\nfiles").errors == []
         counts.append(kernel.value("[*counts]"))
     assert counts[-1] == counts[0]
@@ -267,30 +268,30 @@ print("traced", sys.gettrace(), threading.gettrace(), left)"""
 def test_threads_and_memory_of_a_rank_are_as_before_the_debugger(
     kernel: Notebook, adapter: None
 ) -> None:
-    """Off again, no thread of a worker is traced, and the objects of the session are freed."""
-    begin = """%%distributed
+    """With the debugger off, no thread of a worker is traced, and a session's objects are freed."""
+    begin_cell = """%%distributed
 import gc, queue, sys, threading
 asked, answers = queue.Queue(), queue.Queue()
 def work():
     while asked.get():
         answers.put(sys.gettrace())
 threading.Thread(target=work, daemon=True).start()"""
-    look = """%%distributed
+    check_cell = """%%distributed
 asked.put(True)
 is_traced = answers.get(timeout=30) is not None
 gc.collect()
 sessions = sum(type(each).__name__ == "PyDB" for each in gc.get_objects())
 print("thread traced", is_traced)"""
     counts = list[list[int]]()
-    assert kernel.run(begin).errors == []
+    assert kernel.run(begin_cell).errors == []
     for _ in range(4):
         debug = DebugClient(kernel)
         debug.start()
         # A worker with sys.monitoring, from Python 3.12 on, has no trace functions.
         is_traced = sys.version_info < (3, 12)
-        assert f"thread traced {is_traced}" in debug.run(look).seen
+        assert f"thread traced {is_traced}" in debug.run(check_cell).seen
         debug.stop()
-        assert "thread traced False" in debug.run(look).seen
+        assert "thread traced False" in debug.run(check_cell).seen
         assert debug.run("%%distributed -o counts\nsessions").errors == []
         counts.append(kernel.value("[*counts]"))
     assert kernel.run("%%distributed\nasked.put(False)").errors == []
@@ -301,12 +302,12 @@ print("thread traced", is_traced)"""
 def test_a_running_cell_is_not_traced_once_the_debugger_is_off(
     debug: DebugClient, tmp_path: Path
 ) -> None:
-    """A long cell is slow only while the debugger is on."""
-    go_on = tmp_path / "go-on"
+    """A cell that is still running when the debugger is switched off is not traced any more."""
+    gate = tmp_path / "go-on"
     cell = f"""%%distributed
 import sys
 print("began", sys.gettrace() is not None)
-while not os.path.exists({str(go_on)!r}):
+while not os.path.exists({str(gate)!r}):
     time.sleep(0.05)
 print("ended", sys.gettrace() is not None)"""
     debug.begin(cell)
@@ -314,13 +315,13 @@ print("ended", sys.gettrace() is not None)"""
     while f"began {sys.version_info < (3, 12)}" not in debug.outcome.seen:
         debug._receive(deadline, "the cell has not begun, or its trace function is not as expected")
     debug.stop()
-    go_on.touch()
+    gate.touch()
     assert "ended False" in debug.finish().seen
-    debug.start()  # as the fixture expects
+    debug.start()  # the fixture switches the debugger off again
 
 
 def test_ranks_that_lack_a_module_are_told_once(debug: DebugClient) -> None:
-    """A line names ranks whose machine lacks a file with a breakpoint, and the file."""
+    """A line names the ranks whose machine lacks a file with a breakpoint, and the file, once."""
     path = "/nowhere/model.py"
     points = {"breakpoints": [{"line": 3}], "source": {"path": path}, "sourceModified": False}
     line = f"ranks 0-1 cannot stop at breakpoints in {path}: the file is missing there"
@@ -343,7 +344,7 @@ def test_unloading_gives_the_debugger_back(fresh: Callable[..., Notebook]) -> No
     assert notebook.value(f"len({kernel}.debugger.kernel_modules)") == rules
 
 
-# --- the parts without a kernel ---------------------------------------------------------------
+# --- parts of the debugger that need no kernel ------------------------------------------------
 
 
 def session(rank: int) -> RankSession:
@@ -352,7 +353,7 @@ def session(rank: int) -> RankSession:
 
 
 def test_numbers_are_unique_over_ranks() -> None:
-    """Equal numbers of two ranks get different numbers, which lead back to their rank."""
+    """Equal frame ids of two ranks become different numbers, which lead back to rank and id."""
     numbers, first, second = Numbers(), session(0), session(1)
     body = {"stackFrames": [{"id": 3, "name": "f", "source": {"sourceReference": 0}}]}
     frames = [numbers.to_outer(each, body)["stackFrames"][0] for each in (first, second)]
@@ -368,7 +369,7 @@ def test_numbers_are_unique_over_ranks() -> None:
 
 
 class SlowLink:
-    """The link to a rank's debugger, which answers each request once `during` has run for it."""
+    """A link to ranks' debuggers, which awaits `during(command)` before it answers a request."""
 
     is_up = True
 
@@ -393,7 +394,7 @@ class SlowLink:
 
 @pytest.mark.parametrize("moment", ["attach", "setBreakpoints", "configurationDone"])
 def test_a_breakpoint_that_is_set_while_a_rank_attaches_reaches_it(moment: str) -> None:
-    """Whichever request the rank answers just then, it gets the breakpoint before the next cell."""
+    """A breakpoint set during any request of `attach` reaches the rank before `attach` returns."""
     before, after = [{"line": 1}], [{"line": 2}]
 
     async def attach() -> list[tuple[str, Any]]:
@@ -414,7 +415,7 @@ def test_a_breakpoint_that_is_set_while_a_rank_attaches_reaches_it(moment: str) 
 
 
 def test_a_rank_that_makes_a_step_is_not_stopped() -> None:
-    """A rank counts as stopped again only after its step, however late its events arrive."""
+    """A rank counts as stopped again only after its step, even if its events arrive late."""
 
     async def choose_during_a_step() -> tuple[list[str], list[str]]:
         async def do_nothing(command: str) -> None:
@@ -474,8 +475,8 @@ def test_a_thread_that_goes_on_leaves_another_thread_on_the_page() -> None:
             after.append([*events])
         return after
 
-    seen = asyncio.run(shown_events())
-    assert seen == [["stopped"], ["stopped"], ["stopped"], ["stopped", "continued"]]
+    events_after = asyncio.run(shown_events())
+    assert events_after == [["stopped"], ["stopped"], ["stopped"], ["stopped", "continued"]]
 
 
 @pytest.mark.parametrize(
@@ -496,7 +497,7 @@ def test_a_rank_is_chosen_by_an_expression(
 
 
 def test_a_step_that_leaves_the_cell_is_recognised() -> None:
-    """Only frames of packages are left then."""
+    """All frames of the stack are in packages once a step has left the cell."""
     helper = {"name": "helper", "source": {"path": "/usr/lib/python3.11/contextlib.py"}}
     begin = {"name": "<module>", "source": {"path": "/x/nbdist/agent/fork_server.py"}}
     cell = {"name": "<module>", "source": {"path": "/tmp/ipykernel_1/2.py"}}

@@ -29,8 +29,8 @@ from nbdist.words import aligned
 from nbdist.world.task_run import RankOutputs
 
 
-def took(*outputs: Output) -> tuple[Transcript, RankOutputs]:
-    """Return the transcript of a cell of two ranks, and the outputs, all of them of rank 0."""
+def ended_cell(*outputs: Output) -> tuple[Transcript, RankOutputs]:
+    """Return the transcript of a cell that two ranks have run, and the outputs, all of rank 0."""
     transcript = Transcript(range(2))
     transcript.start(0.0)
     for output in outputs:
@@ -45,19 +45,20 @@ def shown(capsys: pytest.CaptureFixture[str]) -> list[dict[str, str]]:
     return displayed(capsys.readouterr().out)
 
 
-def displayed(said: str) -> list[dict[str, str]]:
-    lines = map(str.strip, strip(said).splitlines())
+def displayed(printed: str) -> list[dict[str, str]]:
+    """Return the displays in a printed text."""
+    lines = map(str.strip, strip(printed).splitlines())
     return [ast.literal_eval(line) for line in lines if line.startswith("{")]
 
 
 def test_plain_lines_are_printed_as_they_come(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line about waiting ranks is printed once; shown again, a cell's output is as in a panel."""
+    """A line about waiting ranks is printed once; `show_again` prints the output as in a panel."""
     display = PlainDisplay()
-    transcript, news = took(Text("stdout", "a\nb"))
+    transcript, outputs = ended_cell(Text("stdout", "a\nb"))
     display.add_note("a note")
     for waits in ("rank 0 waits", "rank 0 waits", ""):
-        display.show(transcript, news, waits)
-        news = []
+        display.show(transcript, outputs, waits)
+        outputs = []
     display.end(transcript, {})
     display.redraw_ended(transcript, {})
     lines = capsys.readouterr().out.splitlines()
@@ -87,12 +88,12 @@ def test_a_traceback_is_coloured_in_a_terminal(capsys: pytest.CaptureFixture[str
 def test_the_setting_seconds_chooses_where_seconds_appear(
     capsys: pytest.CaptureFixture[str], seconds: str, in_text: int, in_html: int
 ) -> None:
-    """Seconds appear on the page, also in the text, or not at all: then the panel is drawn once."""
+    """Seconds appear on the page, also in the text, or nowhere: then the panel is drawn once."""
     display = PanelDisplay(seconds=seconds)
-    transcript, news = took(Text("stdout", "a\n"))
+    transcript, outputs = ended_cell(Text("stdout", "a\n"))
     display.show_status("starting 2 workers")
     time.sleep(FIRST_DRAWING)
-    display.show(transcript, news)
+    display.show(transcript, outputs)
     display.end(transcript, {})
     *before, last = shown(capsys)
     assert len(before) == (0 if seconds == "none" else 2)
@@ -101,8 +102,8 @@ def test_the_setting_seconds_chooses_where_seconds_appear(
 
 
 def test_warnings_stand_below_the_head(capsys: pytest.CaptureFixture[str]) -> None:
-    """A panel has warnings after its first line; a terminal prints each once, when it comes."""
-    transcript = said_by([Text("stdout", "done\n")], [Text("stdout", "done\n")])
+    """A panel has warnings below its head; a terminal prints each warning once, when it comes."""
+    transcript = transcript_of([Text("stdout", "done\n")], [Text("stdout", "done\n")])
     plain = PlainDisplay()
     for _ in range(3):
         transcript.warn("watch: rank 1 differs")
@@ -116,8 +117,8 @@ def test_warnings_stand_below_the_head(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_fast_cell_does_not_flash(capsys: pytest.CaptureFixture[str]) -> None:
     """The output of a fast cell is first drawn at its end, with the notes that stay."""
     display = PanelDisplay()
-    transcript, news = took(Text("stdout", "a\n"))
-    display.show(transcript, news)
+    transcript, outputs = ended_cell(Text("stdout", "a\n"))
+    display.show(transcript, outputs)
     assert shown(capsys) == []
     display.add_note("4 workers on 2 CPU cores", stays=False)
     display.add_note("restarted")
@@ -135,49 +136,52 @@ def test_a_quiet_display_shows_what_must_be_told(
     capsys: pytest.CaptureFixture[str], kind: type[PanelDisplay | PlainDisplay]
 ) -> None:
     """A quiet display shows nothing but notes, waiting ranks, warnings, and all of a failure."""
-    transcript, news = took(Text("stdout", "a\n"))
+    transcript, outputs = ended_cell(Text("stdout", "a\n"))
     display = kind(("automatic",), is_quiet=True)
     display.show_status("starting 2 workers")
     display.add_note("4 workers on 2 CPU cores", stays=False)
     time.sleep(FIRST_DRAWING)
-    display.show(transcript, news)
+    display.show(transcript, outputs)
     display.end(transcript, {})
-    display.add_late(transcript, news)
+    display.add_late(transcript, outputs)
     display.finish_late()
     display.redraw_ended(transcript, {})
     assert capsys.readouterr().out == ""
     display.show_status("in the background", in_background=True)
-    display.show(transcript, news, "rank 0 waits")
+    display.show(transcript, outputs, "rank 0 waits")
     display.add_note("restarted")
-    said = capsys.readouterr().out
-    assert all(text in said for text in ("in the background", "rank 0 waits", "restarted"))
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in ("in the background", "rank 0 waits", "restarted"))
     transcript.warn("watch: rank 1 differs")
     display.end(transcript, {})
-    said = capsys.readouterr().out
-    assert "watch: rank 1 differs" in said
-    assert "rank 0 ──" not in said
+    printed = capsys.readouterr().out
+    assert "watch: rank 1 differs" in printed
+    assert "rank 0 ──" not in printed
     failed = Transcript([0])
     for output in (Text("stdout", "a\n"), Failure("E", "bad", ("-----",), 1), Done("error", 1.0)):
         failed.receive(0, output, 1.0)
     kind(is_quiet=True).end(failed, {})
-    said = capsys.readouterr().out
-    assert "-----" in said
-    assert re.search(r"\ba\b", said)
+    printed = capsys.readouterr().out
+    assert "-----" in printed
+    assert re.search(r"\ba\b", printed)
 
 
 def test_a_panel_continues_below_typed_input(capsys: pytest.CaptureFixture[str]) -> None:
-    """The panel continues in a new display; the old display is emptied, and cleared if alone."""
+    """The panel continues in a new display, and the old display is emptied.
+
+    At the end the output of the cell is cleared if all of it is from the panel.
+    """
     for is_alone in (True, False):
         OUTPUTS.number = 0  # as at the start of a magic
         display = PanelDisplay(is_alone=is_alone)
-        transcript, _ = took(Text("stdout", "a\n"))
+        transcript, _ = ended_cell(Text("stdout", "a\n"))
         display.show_all(transcript, "rank 0 waits for your input", 0)
         display.continue_below_input()
         display.show_all(transcript, "", 0)
         display.end(transcript, {})
-        said = capsys.readouterr().out
-        above, below, emptied, last = displayed(said)
-        assert (CLEARED in said) == is_alone  # clearing would remove output of other code
+        printed = capsys.readouterr().out
+        above, below, emptied, last = displayed(printed)
+        assert (CLEARED in printed) == is_alone  # clearing would remove output of other code
         assert "rank 0 waits" in above["text/plain"]
         assert "rank 0 waits" not in below["text/plain"]
         assert emptied == {"text/html": EMPTY_HTML, "text/plain": ""}
@@ -190,29 +194,30 @@ CLEARED = "\x1b[2K"  # printed by `clear_output` without a kernel
 @pytest.mark.parametrize("is_page", [True, False])
 @pytest.mark.parametrize("other", ["", "display", "cell", "magic"])
 def test_last_panel_is_new(capsys: pytest.CaptureFixture[str], other: str, is_page: bool) -> None:  # noqa: FBT001
-    """The final panel replaces the cell's only display, or is a second display for other clients.
+    """The final panel replaces all output of the cell if all of it is from the panel.
 
-    Other output of the cell stays; if another cell runs by then, no new display is made.
+    Otherwise a page redraws the panel in its place, and other clients get a new display.  If
+    another cell runs by then, no new display is made.
     """
-    place = ["cell 1"]
-    transcript, _ = took(Text("stdout", "a\n"))
+    running = ["cell 1"]
+    transcript, _ = ended_cell(Text("stdout", "a\n"))
     OUTPUTS.number = 0
     display = PanelDisplay(
-        is_alone=other != "magic", is_page=is_page, find_request=lambda: place[0], seconds="all"
+        is_alone=other != "magic", is_page=is_page, find_request=lambda: running[0], seconds="all"
     )
     display.show_status("starting")
     if other == "display":
         PanelDisplay().show_text("another")
     elif other == "cell":
-        place[0] = "cell 2"
+        running[0] = "cell 2"
     display.end(transcript, {})
-    said = capsys.readouterr().out
-    shown = [each["text/plain"].rstrip() for each in displayed(said) if each["text/plain"]]
+    printed = capsys.readouterr().out
+    shown = [each["text/plain"].rstrip() for each in displayed(printed) if each["text/plain"]]
     assert [text for text in shown if text != "another"] == ["starting", shown[-1]]
-    assert (CLEARED in said) == (other == "")
+    assert (CLEARED in printed) == (other == "")
     is_new = not other or not (is_page or other == "cell")
     display.close()
-    assert not capsys.readouterr().out  # the last drawing was a new display already
+    assert not capsys.readouterr().out  # it makes no further display
     assert display._is_redrawn != is_new
 
 
@@ -221,13 +226,13 @@ def test_last_panel_is_new(capsys: pytest.CaptureFixture[str], other: str, is_pa
     [
         (True, True, ["now 3 workers"]),
         (False, False, ["now 3 workers", ""]),  # and the display above is emptied
-        (False, True, []),  # a page has redrawn the display already
+        (False, True, []),  # the page has redrawn the display, and keeps it
     ],
 )
 def test_a_magic_ends_with_a_new_display(
     capsys: pytest.CaptureFixture[str], *, is_alone: bool, is_page: bool, texts: list[str]
 ) -> None:
-    """Clients that redraw no displays get the answer of a magic as a new display, once."""
+    """`close` shows a magic's answer once as a new display, except on a page with other output."""
     OUTPUTS.number = 0
     display = PanelDisplay(is_alone=is_alone, is_page=is_page)
     display.show_status("starting a worker")
@@ -249,8 +254,8 @@ def test_a_cell_of_one_magic_is_recognized() -> None:
 
 
 def test_figures_are_also_displays_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    """Programs find a panel's figure as an image, which pages hide; other displays come before."""
-    transcript, news = took(
+    """A panel's figure is also a display for programs, which pages hide, below other displays."""
+    transcript, outputs = ended_cell(
         Text("stdout", "a\n"),
         Display({"image/png": "aGk=", "text/plain": "<Figure>"}, {}),
         Display({"application/javascript": "alert(1)", "text/plain": "js"}, {}),
@@ -263,7 +268,7 @@ def test_figures_are_also_displays_of_their_own(capsys: pytest.CaptureFixture[st
     assert (figure["image/png"], figure["text/html"]) == ("aGk=", EMPTY_HTML)
     assert figure["text/plain"] == "figure of rank 0, shown above"
     plain = PlainDisplay()
-    plain.show(transcript, news)
+    plain.show(transcript, outputs)
     plain.end(transcript, {})
     assert "figure of rank 0: not saved" in capsys.readouterr().out
 
@@ -277,7 +282,7 @@ def test_a_table_is_the_same_as_text_and_html():
     assert (shown.html.count("<th"), shown.html.count("<td")) == (2, 4)
     assert "&lt;idle&gt;</td>" in shown.html
     assert shown.html.count("color:#123456") == 1
-    # On a narrow page a long line of Python is wrapped, but no short text such as a time.
+    # On a narrow page a long text is wrapped, such as a line of Python, but not a short text.
     long = table("", [("state", "line"), ("busy 7.5 s", "x" * 40)]).html
     assert 'white-space:nowrap">busy 7.5 s' in long
     assert long.count("nowrap") == 1
@@ -291,7 +296,7 @@ def test_a_table_is_the_same_as_text_and_html():
 
 def cell(*data: dict[str, object]) -> Transcript:
     """Return the transcript of a cell in which each rank has made one display."""
-    return said_by(*([Display(bundle, {})] for bundle in data))
+    return transcript_of(*([Display(bundle, {})] for bundle in data))
 
 
 def png(content: bytes) -> dict[str, object]:
@@ -300,7 +305,7 @@ def png(content: bytes) -> dict[str, object]:
 
 @pytest.fixture
 def logs(tmp_path: Path) -> dict[int, str]:
-    """The log file of each rank, in a folder for each rank as in a run."""
+    """The path of each rank's log file; each rank has its own folder, as in a real run."""
     for rank in range(3):
         (tmp_path / "attempt_0" / str(rank)).mkdir(parents=True)
     return {rank: str(tmp_path / "attempt_0" / str(rank) / "stdout.log") for rank in range(3)}
@@ -311,8 +316,8 @@ def test_equal_figures_share_a_file(logs: dict[int, str], tmp_path: Path):
     transcript = cell(png(b"one"), png(b"one"), png(b"two"))
     first, second = save_figures(transcript, logs)
     assert [*save_figures(transcript, logs)] == [first, second]
-    said, _, path = first.partition(": ")
-    assert (said, Path(path).read_bytes()) == ("figure of ranks 0-1", b"one")
+    caption, _, path = first.partition(": ")
+    assert (caption, Path(path).read_bytes()) == ("figure of ranks 0-1", b"one")
     assert Path(path).stat().st_mode & 0o777 == 0o600
     assert ATTEMPT_FOLDER.fullmatch(Path(path).relative_to(tmp_path).parts[0])
     assert second.startswith(f"figure of rank 2: {tmp_path}/attempt_0/2/figure-")
@@ -327,23 +332,23 @@ def test_figures_are_saved_beside_the_logs(
     (svg,) = save_figures(cell({"image/svg+xml": "<svg/>"}, {"text/html": "<b>"}, bad), logs)
     assert Path(svg.partition(": ")[2]).read_text() == "<svg/>"
     for kind, suffix in (("jpeg", "jpg"), ("webp", "webp"), ("avif", "avif")):
-        (said,) = save_figures(cell({f"image/{kind}": "aGk="}), logs)
-        path = Path(said.partition(": ")[2])
+        (line,) = save_figures(cell({f"image/{kind}": "aGk="}), logs)
+        path = Path(line.partition(": ")[2])
         assert (path.suffix, path.read_bytes()) == (f".{suffix}", b"hi")
-    (said,) = save_figures(cell(png(b"one")), {})
-    assert said == "figure of rank 0: not saved: there is no log folder (NBDIST_LOG_DIR)"
-    gone = str(Path(logs[0]).parent / "gone" / "stdout.log")
-    (said,) = save_figures(cell(png(b"one")), {0: gone})
-    assert said.endswith("/gone: No such file or directory")
+    (line,) = save_figures(cell(png(b"one")), {})
+    assert line == "figure of rank 0: not saved: there is no log folder (NBDIST_LOG_DIR)"
+    missing = str(Path(logs[0]).parent / "gone" / "stdout.log")
+    (line,) = save_figures(cell(png(b"one")), {0: missing})
+    assert line.endswith("/gone: No such file or directory")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NBDIST_LOG_DIR", "~/mine")
-    (said,) = save_figures(cell(png(b"one")), {0: "node1:/logs/0/stdout.log"})
-    path = Path(said.removeprefix("figure of rank 0: "))
+    (line,) = save_figures(cell(png(b"one")), {0: "node1:/logs/0/stdout.log"})
+    path = Path(line.removeprefix("figure of rank 0: "))
     assert path.parent == tmp_path / "mine" / "figures"
     assert path.read_bytes() == b"one"
     monkeypatch.setenv("NBDIST_LOG_DIR", "")
-    (said,) = save_figures(cell(png(b"one")), {0: "node1:/logs/0/stdout.log"})
-    assert said == "figure of rank 0: not saved: there is no log folder (NBDIST_LOG_DIR)"
+    (line,) = save_figures(cell(png(b"one")), {0: "node1:/logs/0/stdout.log"})
+    assert line == "figure of rank 0: not saved: there is no log folder (NBDIST_LOG_DIR)"
 
 
 def markdown(text: str, display_id: str | None = None) -> Display:
@@ -351,10 +356,10 @@ def markdown(text: str, display_id: str | None = None) -> Display:
     return Display(data, {}, display_id)
 
 
-def said_by(*said: list[Display]) -> Transcript:
-    """Return the transcript of a cell with these displays of each rank."""
-    transcript = Transcript(range(len(said)))
-    for rank, displays in enumerate(said):
+def transcript_of(*outputs: list[Display]) -> Transcript:
+    """Return the transcript of a cell in which each rank has made these outputs."""
+    transcript = Transcript(range(len(outputs)))
+    for rank, displays in enumerate(outputs):
         for each in displays:
             transcript.receive(rank, each, 0.0)
         transcript.receive(rank, Done("ok", 1.0), 1.0)
@@ -362,7 +367,7 @@ def said_by(*said: list[Display]) -> Transcript:
 
 
 def texts(transcript: Transcript) -> list[str]:
-    """Return the captions, and the Markdown texts in stars."""
+    """Return what is below the panel: the captions, and the Markdown texts in stars."""
     bundles = [shown.data for shown in below_panel(transcript)]
     return [
         f"*{data['text/markdown']}*" if "text/markdown" in data else data["text/plain"]
@@ -373,17 +378,17 @@ def texts(transcript: Transcript) -> list[str]:
 def test_equal_displays_of_ranks_share_a_caption() -> None:
     """Equal displays are shown once, in order; a caption says how many are left out, if any."""
     a, b, c = map(markdown, "abc")
-    assert texts(said_by([a, b], [a, b])) == ["ranks 0-1", "*a*", "*b*"]
-    assert texts(said_by([a, a], [a], [c, a])) == [
+    assert texts(transcript_of([a, b], [a, b])) == ["ranks 0-1", "*a*", "*b*"]
+    assert texts(transcript_of([a, a], [a], [c, a])) == [
         "ranks 0-2", "*a*", "rank 0", "*a*", "rank 2", "*c*"
     ]  # fmt: skip
     many = [markdown(str(n)) for n in range(MAX_DISPLAYS_BELOW + 4)]
-    said = texts(said_by([markdown("first")], many))
-    assert len([text for text in said if text.startswith("*")]) == MAX_DISPLAYS_BELOW
-    assert said[-1] == "… 5 more displays of rank 1: `%dist_output -r 1` shows them"
-    assert len(below_panel(said_by([], many), [1])) == 37
-    # The head of the panel names the only rank of a cell.
-    assert texts(said_by([a, b])) == ["*a*", "*b*"]
+    shown = texts(transcript_of([markdown("first")], many))
+    assert len([text for text in shown if text.startswith("*")]) == MAX_DISPLAYS_BELOW
+    assert shown[-1] == "… 5 more displays of rank 1: `%dist_output -r 1` shows them"
+    assert len(below_panel(transcript_of([], many), [1])) == 37
+    # If a cell has a single rank, no caption names the rank, because the panel's head does.
+    assert texts(transcript_of([a, b])) == ["*a*", "*b*"]
 
 
 def test_displays_below_the_panel_change_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,7 +400,7 @@ def test_displays_below_the_panel_change_in_place(monkeypatch: pytest.MonkeyPatc
 
     for name in ("display", "update_display"):
         monkeypatch.setattr(f"nbdist.notebook.rich_output.{name}", draw)
-    transcript = said_by([markdown("one", "a")], [markdown("1", "a")])
+    transcript = transcript_of([markdown("one", "a")], [markdown("1", "a")])
     below = Below()
     below.add(transcript)
     assert len(page) == 4

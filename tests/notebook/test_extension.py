@@ -41,12 +41,12 @@ STATE = (
 
 @pytest.mark.own_agent
 def test_unloading_leaves_the_notebook_as_it_was(fresh: Callable[..., Notebook]) -> None:
-    """A session imports no torch here and changes no variable, signal handler, name or path.
+    """Cells of workers neither import torch here nor change environment, signals, names or paths.
 
     `%unload_ext` ends the workers and removes magics, events, settings and threads.
     """
     notebook = fresh(FOOTPRINT)
-    notebook.value(STATE)  # the first look may import something
+    notebook.value(STATE)  # the first evaluation may import modules
     before = notebook.value(STATE)
     environ, handlers, names, has_torch, path, _ = before[0]
     notebook.run("%load_ext nbdist")
@@ -64,7 +64,7 @@ def test_unloading_leaves_the_notebook_as_it_was(fresh: Callable[..., Notebook])
 
 
 @pytest.mark.parametrize(
-    ("found", "wanted", "is_right"),
+    ("installed", "required", "is_right"),
     [
         ("6.17.1", ">=6.17.1,!=7.0.*", True),
         ("7.0.1", ">=6.17.1,!=7.0.*", False),
@@ -73,9 +73,13 @@ def test_unloading_leaves_the_notebook_as_it_was(fresh: Callable[..., Notebook])
         ("our own", ">=2.8", True),
     ],
 )
-def test_builds_and_previews_are_their_version(found: str, wanted: str, is_right: bool) -> None:  # noqa: FBT001
+def test_builds_and_previews_are_their_version(
+    installed: str,
+    required: str,
+    is_right: bool,  # noqa: FBT001
+) -> None:
     """Text after the numbers of a version does not count; a version without numbers fits."""
-    assert is_within(found, wanted) is is_right
+    assert is_within(installed, required) is is_right
     check_libraries()  # the installed libraries are in range
 
 
@@ -138,24 +142,24 @@ def louder(original: Callable[[str], str], text: str) -> str:
 
 def test_a_wrapped_method_is_restored() -> None:
     """The method is as before once all wrappers are undone, in whatever order they are undone."""
-    kernel, once = Kernel(), Kernel()
+    kernel, other = Kernel(), Kernel()
     undo_inner = wrap(kernel, "say", louder)
-    assert (kernel.say("x"), once.say("x"), kernel.say.__doc__) == ("X", "x", "Say it.")
+    assert (kernel.say("x"), other.say("x"), kernel.say.__doc__) == ("X", "x", "Say it.")
     undo_outer = wrap(kernel, "say", lambda original, text: f"<{original(text)}>")
     undo_inner()
     assert kernel.say("x") == "<x>"
     undo_outer()
     assert kernel.say("x") == "x"
-    kernel.say = own = lambda text: f"<{text}>"  # type: ignore[method-assign]
-    for each in (kernel, once):
+    kernel.say = replacement = lambda text: f"<{text}>"  # type: ignore[method-assign]
+    for each in (kernel, other):
         wrap(each, "say", louder)()
-    assert (kernel.say, vars(once)) == (own, {})
+    assert (kernel.say, vars(other)) == (replacement, {})
 
 
 def test_a_cell_can_load_nbdist_and_go_on_with_a_magic(fresh: Callable[..., Notebook]) -> None:
-    """The magic runs the lines below it under their own numbers; its failure is the cell's.
+    """The magic runs the lines below it, which keep their numbers; if it fails, the cell fails.
 
-    If the magic follows other code, only the code above `%load_ext` has run.
+    If code is above the magic, the cell is refused after the code above `%load_ext` has run.
     """
     notebook, load = fresh(), "%load_ext nbdist"
     ran = notebook.run(f"before = 1\n{load}\nx = 1\n%%distributed -n 2\nhere = 1\n")
@@ -196,7 +200,7 @@ two = lasting(
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("model", "`model` is on ranks 0-1: {begin}, or `%dist_gather model`"),
         ("lonely + 1", "`lonely` is on rank 1: {begin}, or `%dist_gather lonely`"),
@@ -212,47 +216,52 @@ two = lasting(
         ("modle", "name 'modle' is not defined"),
     ],
 )  # fmt: skip
-def test_a_name_error_says_which_ranks_have_the_name(two: Notebook, source: str, said: str) -> None:
-    """The error says which ranks have the name and how to get it, below the line of the user."""
-    said = said.format(begin="begin the cell with %%distributed")
+def test_a_name_error_says_which_ranks_have_the_name(
+    two: Notebook, source: str, message: str
+) -> None:
+    """The error says which ranks have the name and how to get it, and shows the user's line."""
+    message = message.format(begin="begin the cell with %%distributed")
     ran = two.run(source)
     (error,) = ran.errors
-    assert (error["ename"], error["evalue"], ran.reply["evalue"]) == ("NameError", said, said)
+    assert (error["ename"], error["evalue"], ran.reply["evalue"]) == ("NameError", message, message)
     text = strip("\n".join(error["traceback"]))
     assert source.splitlines()[-1] in text
-    assert text.endswith(f"NameError: {said}")
+    assert text.endswith(f"NameError: {message}")
 
 
 def test_a_command_with_a_name_of_ranks_is_refused(two: Notebook) -> None:
     """The error of a command such as `!touch $model` names the variable, and nothing has run."""
-    for source, said in (
+    for source, expected in (
         ("mine = 1\n!touch $mine $model", "; `$$model` is the shell's own. Nothing has run."),
         ("files = !touch $rank", "`rank` is each worker's own: begin the cell"),
         ("%cd {model.path}", "`model` is on ranks 0-1"),
         ("def f(own):\n    !touch {own} {model}\nf(1)", "`model` is on ranks 0-1"),
     ):
         error = two.run(source).errors[0]["evalue"]
-        assert said in error
+        assert expected in error
         assert error.endswith("Nothing has run.")
 
 
 def test_a_command_gets_names_of_notebook_function_or_ranks(two: Notebook) -> None:
-    """A command here gets names of notebook, function and shell; on ranks, names of all ranks."""
+    """A command in the notebook can use variables of the notebook, of a function and of the shell.
+
+    A command on ranks can use variables that all these ranks have.
+    """
     two.run("mine = 'm'\ndef f(own):\n    !echo {own} {mine}")
-    for source, said in (
+    for source, expected in (
         ("f('o')", "o m"),
         ("!for model in 1 2; do echo $model; done", "1 2"),
         ("!echo [$$model] $mine", "[] m"),
         ("!echo {elsewhere}", "{elsewhere}"),
         ("found = !echo {mine}\nprint(found)", "['m']"),
     ):
-        assert " ".join("".join(two.run(source).streams).split()) == said
-    said = two.run("%%distributed\n!touch {lonely}.bak").error
-    assert "is on rank 1 and not on rank 0: `%dist_sync lonely --from 1` copies it" in said
+        assert " ".join("".join(two.run(source).streams).split()) == expected
+    error = two.run("%%distributed\n!touch {lonely}.bak").error
+    assert "is on rank 1 and not on rank 0: `%dist_sync lonely --from 1` copies it" in error
     assert body(two.run("%%rank 1\n!echo {lonely}")) == ["── rank 1 ──", "1"]
-    said = two.run("%%distributed\ndef f(lonely):\n    !echo {lonely}\nf(7)")
-    assert body(said) == ["── ranks 0-1 (same) ──", "7"]
-    said = two.run("%%distributed -r 0\nlonely = 8\n!echo {lonely}")
-    assert body(said) == ["── rank 0 ──", "8"]
+    outcome = two.run("%%distributed\ndef f(lonely):\n    !echo {lonely}\nf(7)")
+    assert body(outcome) == ["── ranks 0-1 (same) ──", "7"]
+    outcome = two.run("%%distributed -r 0\nlonely = 8\n!echo {lonely}")
+    assert body(outcome) == ["── rank 0 ──", "8"]
     two.run("%dist_shutdown")  # now no rank has `model`
     assert two.run("model").errors[0]["evalue"] == "name 'model' is not defined"

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.shared_world
 
 @dataclass(frozen=True)
 class Mistake:
-    """The typed cells of a mistake, and texts of which each must be in the answer."""
+    """The typed cells of a mistake, and the texts that the answer must contain."""
 
     cells: tuple[str, ...]
     said: tuple[str, ...]
@@ -131,8 +131,8 @@ def test_a_mistake_gets_a_helpful_line(beginner: Notebook, mistake: Mistake) -> 
     for cell in before:
         assert beginner.run(cell).errors == []
     outcome = beginner.run(last)
-    for said in mistake.said:
-        assert said in outcome.seen
+    for text in mistake.said:
+        assert text in outcome.seen
     for error in outcome.errors:
         # Python's own errors have a traceback, and a syntax error has the line of code.
         is_pythons = hasattr(builtins, error["ename"]) or "SyntaxError" in error["ename"]

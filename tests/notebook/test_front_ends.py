@@ -37,7 +37,7 @@ class Terminal:
             env={
                 **os.environ,
                 "TERM": kind,
-                "PROMPT_TOOLKIT_NO_CPR": "1",  # pexpect does not tell the cursor's place
+                "PROMPT_TOOLKIT_NO_CPR": "1",  # pexpect cannot tell the cursor's place
                 "NBDIST_LOG_DIR": str(home / "logs"),
                 "IPYTHONDIR": str(home),
                 "PYTHONFAULTHANDLER": "1",
@@ -45,24 +45,24 @@ class Terminal:
             encoding="utf-8",
             timeout=SOON,
         )
-        self.prompts = 1
+        self.prompts = 1  # the number in the next prompt
         self.wait_for_prompt()
         self.enter("%load_ext nbdist")
 
     def wait_for_prompt(self) -> str:
-        """Return all text that is shown before the next prompt."""
+        """Wait for the next prompt, and return all text that is shown before it."""
         try:
             self.child.expect_exact(f"In [{self.prompts}]:")
         except pexpect.TIMEOUT:
             self.child.kill(signal.SIGABRT)  # faulthandler writes all stacks
             pytest.fail(f"no prompt, only {self.child.before!r}\n{self.child.read()}")
         before = str(self.child.before)
-        # A dumb terminal shows its prompt before it reads each key as it is typed.
+        # A dumb terminal shows its prompt a moment before it reads keys, without echo.
         assert self.child.waitnoecho(SOON)
         return before
 
     def begin(self, *lines: str) -> None:
-        """Type a cell, and Alt-Enter, which runs the cell."""
+        """Type a cell, and press Alt-Enter, which runs the cell."""
         self.child.send("\r".join(lines))
         self.child.send("\x1b\r")
 
@@ -72,10 +72,10 @@ class Terminal:
         return self.finish()
 
     def finish(self) -> list[str]:
-        """Wait for the end of the running cell; return the lines that it has still shown."""
+        """Wait for the end of the running cell; return the lines that were shown meanwhile."""
         self.prompts += 1
-        said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.wait_for_prompt())
-        return [line.strip("\r") for line in said.split("\n")]
+        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.wait_for_prompt())
+        return [line.strip("\r") for line in text.split("\n")]
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +108,8 @@ def test_terminal_prints_lines_with_their_ranks(terminal: Terminal) -> None:
 
 def test_terminal_shows_lines_at_once(terminal: Terminal, tmp_path: Path) -> None:
     """A line appears while its cell still runs, and a progress bar is a single line that moves."""
-    there = f"iter(Path({str(tmp_path)!r}, n).exists, True)"
-    wait = f"wait = lambda n: [time.sleep(0.01) for _ in {there}]"
+    polls = f"iter(Path({str(tmp_path)!r}, n).exists, True)"
+    wait = f"wait = lambda n: [time.sleep(0.01) for _ in {polls}]"
     terminal.enter("%%distributed", "import time, tqdm; from pathlib import Path", wait)
     terminal.begin("%%distributed", "print('at once'); wait('seen'); print('later')")
     terminal.child.expect(r"\n\[0(-1)?\] at once")
@@ -140,11 +140,11 @@ def test_terminal_is_live_at_its_prompt(tmp_path: Path) -> None:
     try:
         loop = "[(print('step', i), time.sleep(0.3)) for i in range(4)]; 1 / 0"
         terminal.begin("%%distributed -n 2 --no-wait -o job", "import time", loop)
-        for said in (
+        for text in (
             "running on 2 ranks in the background",
             *("step 3", "✗ ZeroDivisionError", "ranks 0-1 failed, of 2; first: rank "),
         ):
-            terminal.child.expect_exact(said)
+            terminal.child.expect_exact(text)
         terminal.begin("%%distributed -r 1", "import os; print('process', os.getpid())")
         terminal.child.expect(r"process (\d+)")
         pid = int(terminal.child.match[1])
@@ -201,7 +201,7 @@ if rank: forever()"""
 
 
 def test_terminal_shows_what_ranks_print_that_did_not_stop(tmp_path: Path) -> None:
-    """Output of a rank that has not stopped appears above the prompt, and at the next cell."""
+    """After Ctrl-C, output of a rank that has not stopped appears while the prompt is shown."""
     terminal = Terminal(tmp_path, "xterm")
     try:
         terminal.begin("%%distributed -n 2", f"exec({STUBBORN!r}, globals())")
@@ -217,7 +217,7 @@ def test_terminal_shows_what_ranks_print_that_did_not_stop(tmp_path: Path) -> No
 
 
 def test_terminal_sends_cells_in_the_background(tmp_path: Path) -> None:
-    """Each `--no-wait` binds its job and is shown at the next prompt, also after other cells."""
+    """Each line with `--no-wait` binds its own job, whose output appears at the next prompt."""
     terminal = Terminal(tmp_path, "xterm")
     try:
         terminal.enter("%dist_init -n 2")
@@ -297,7 +297,7 @@ def test_nbclient_fails_a_cell_that_asks_for_input() -> None:
 
 
 def test_nbclient_saves_the_output_of_jobs(tmp_path: Path) -> None:
-    """A job's output is saved in its cell; a job that runs to the end is saved as still running."""
+    """A job's output is saved in its cell; a job that outlives the notebook is saved as running."""
     sent = "%%distributed -n 2 --no-wait -o job\nimport time\nfor i in range(4):\n    "
     sent += "print('step', i); time.sleep(0.2)\n"
     ends = f"{sent}from pathlib import Path; Path('{tmp_path}', str(rank)).touch()"
@@ -316,7 +316,7 @@ def test_nbclient_saves_the_output_of_jobs(tmp_path: Path) -> None:
 
 
 def test_nbclient_saves_a_death_between_cells() -> None:
-    """The next cell, also a plain cell, begins with the death: news between cells is not saved."""
+    """The next cell, even a plain cell, notes the death: no output between cells is saved."""
     kills = (
         "import os, signal, nbdist.notebook.extension as extension\n"
         "link = extension.pools_of(get_ipython()).default.world.engine.connection.link\n"
@@ -328,9 +328,9 @@ def test_nbclient_saves_a_death_between_cells() -> None:
     run(notebook)
     first, value = notebook.cells[3].outputs
     assert value.data["text/plain"] == "'here'"
-    said = first.data["text/plain"]
-    assert said.startswith("rank 1 was killed by SIGKILL while no cell was running · rank 1 was ")
-    assert "its variables (x) are gone" in said
+    note = first.data["text/plain"]
+    assert note.startswith("rank 1 was killed by SIGKILL while no cell was running · rank 1 was ")
+    assert "its variables (x) are gone" in note
     (after,) = notebook.cells[4].outputs
     assert after.data["text/plain"].endswith("── rank 0 ──\nTrue\n── rank 1 ──\nFalse")
 
@@ -369,8 +369,8 @@ def test_papermill_parameters_reach_the_workers(tmp_path: Path) -> None:
     nbformat.write(notebook, source)
     with closing(Notebook()) as kernel, nbclient_manager(kernel) as manager:
         papermill.execute_notebook(source, target, {"scale": 10}, progress_bar=False, km=manager)
-    said = nbformat.read(target, as_version=4).cells[-1].outputs[0].data["text/plain"]
-    assert said.endswith("── rank 0 ──\nscaled 10\n── rank 1 ──\nscaled 20")
+    text = nbformat.read(target, as_version=4).cells[-1].outputs[0].data["text/plain"]
+    assert text.endswith("── rank 0 ──\nscaled 10\n── rank 1 ──\nscaled 20")
 
 
 # --- clients that ignore `update_display_data` ----------------------------------------------------
@@ -387,31 +387,31 @@ def kernel() -> Iterator[Notebook]:
 def printed(kernel: Notebook, source: str, capsys: pytest.CaptureFixture[str]) -> str:
     """Run a cell by `execute_interactive`; return the printed streams, displays and error."""
     kernel.client.execute_interactive(source, timeout=SOON, stop_on_error=False)
-    said = capsys.readouterr()
-    return strip(said.out + said.err)
+    captured = capsys.readouterr()
+    return strip(captured.out + captured.err)
 
 
 def test_the_last_display_is_complete(kernel: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
     """A client that only shows new displays has all lines, also of a cell with several magics."""
-    said = printed(kernel, f"%%distributed\n{SLOW}", capsys)
+    text = printed(kernel, f"%%distributed\n{SLOW}", capsys)
     whole = "── rank 0 ──\nfirst 0\nlast 0\n── rank 1 ──\nfirst 1\nlast 1"
-    assert said.endswith(f"2 ranks · ✓ 2\n{whole}")
-    ran = "get_ipython().run_cell_magic('distributed', '', code)\n"
-    said = printed(kernel, f"code = {SLOW!r}\n{ran}print('between')\n{ran}", capsys)
-    assert said.count(whole) == 2
-    assert said.count("between") == 1
-    said = printed(kernel, "one = 1\n%dist_scale 3\n%dist_scale 2", capsys)
-    assert said.count("now 3 workers") == said.count("now 2 workers") == 1
+    assert text.endswith(f"2 ranks · ✓ 2\n{whole}")
+    call = "get_ipython().run_cell_magic('distributed', '', code)\n"
+    text = printed(kernel, f"code = {SLOW!r}\n{call}print('between')\n{call}", capsys)
+    assert text.count(whole) == 2
+    assert text.count("between") == 1
+    text = printed(kernel, "one = 1\n%dist_scale 3\n%dist_scale 2", capsys)
+    assert text.count("now 3 workers") == text.count("now 2 workers") == 1
 
 
 def test_a_traceback_is_printed_once(kernel: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
     """A client that only shows new displays has output and traceback once, and the error's line."""
-    said = printed(kernel, f"%%distributed\n{SLOW}\nif rank: 1 / 0", capsys)
-    ended = said.partition("✓ 1 · ✗ 1")[2]
-    assert "first 1\nlast 1\n----" in ended
-    assert ended.count("Traceback (most recent call last)") == 1
-    assert "----> 6 if rank: 1 / 0\n" in ended
-    assert re.search(r"rank 1 failed, of 2, after [\d.]+ s: ZeroDiv", ended)
+    text = printed(kernel, f"%%distributed\n{SLOW}\nif rank: 1 / 0", capsys)
+    final = text.partition("✓ 1 · ✗ 1")[2]
+    assert "first 1\nlast 1\n----" in final
+    assert final.count("Traceback (most recent call last)") == 1
+    assert "----> 6 if rank: 1 / 0\n" in final
+    assert re.search(r"rank 1 failed, of 2, after [\d.]+ s: ZeroDiv", final)
 
 
 PRINTS = """class Prints:
@@ -422,7 +422,7 @@ value = Prints()"""
 
 
 def test_output_of_the_notebook_itself_stays(kernel: Notebook) -> None:
-    """The cell's output is not cleared before the last display if the notebook has printed too."""
+    """The cell's output is not cleared before the last drawing if the notebook has printed too."""
     kernel.run(PRINTS)
     ran = kernel.run(f"%%distributed\n{SLOW}\nprint('value', value)")
     assert "packed\n" in "".join(ran.streams)

@@ -44,7 +44,7 @@ def link() -> Iterator[Any]:
 
 
 async def test_many_bytes_cause_few_calls_of_notice(link: Any):
-    """`notice` is called once per `IDLE_PAUSE` at most, and once when the link has closed."""
+    """`notice` is called once per `IDLE_PAUSE` at most, and once more when the link has closed."""
     noticed: list[float] = []
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
@@ -64,7 +64,7 @@ async def test_many_bytes_cause_few_calls_of_notice(link: Any):
 
 
 async def test_an_active_watch_calls_notice_periodically(link: Any):
-    """`notice` is called each `IDLE_PAUSE`, and at once after a message, while a task is active.
+    """While a task runs, `notice` is called every `IDLE_PAUSE`, and at once after a message.
 
     After `stop`, `notice` is not called any more, and all descriptors are closed.
     """
@@ -106,6 +106,7 @@ async def test_an_active_watch_calls_notice_periodically(link: Any):
 
 @pytest.fixture
 def _as_before() -> Iterator[None]:
+    """Restore the handler of SIGINT after the test."""
     before = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, before)
@@ -116,7 +117,7 @@ def press() -> None:
 
 
 def test_stops_are_counted_and_raise_nothing():
-    """Inside of `Stops` Stop only counts; within `raise_stops`, or after the block, Stop raises."""
+    """`Stops` only counts each Stop; within `raise_stops`, or after the block, Stop raises."""
     with Stops() as stops:
         press()
         with pytest.raises(KeyboardInterrupt), raise_stops():
@@ -132,16 +133,16 @@ def test_stops_are_counted_and_raise_nothing():
 
 
 def test_delay_stops_delays_a_stop_to_its_end():
-    """A Stop raises after the end of the block; a `Stops` around the block counts it once."""
+    """A delayed Stop raises at the end of the block; a `Stops` around the block counts it once."""
     done: list[int] = []
 
-    def hold() -> None:
+    def press_in_block() -> None:
         with delay_stops():
             press()
             done.append(1)
 
     with pytest.raises(KeyboardInterrupt):
-        hold()
+        press_in_block()
     with Stops() as stops:
         with delay_stops():
             press()
@@ -151,46 +152,46 @@ def test_delay_stops_delays_a_stop_to_its_end():
 
 
 def test_a_stop_at_any_line_raises_and_restores_the_handler():
-    """A Stop at any line of `delay_stops` raises, and Python's own signal handler is back then.
+    """A Stop at any line of `delay_stops` raises, and then Python's own signal handler is back.
 
-    After a Stop at any line of a job's step, the next step runs.
+    After a Stop at any line of a job's step, the job's next step runs.
     """
-    taken: list[int] = []
-    steps: Any = (taken.append(each) for each in itertools.count())
+    steps_run: list[int] = []
+    steps: Any = (steps_run.append(each) for each in itertools.count())
     nothing: Any = object()
     job = Job(steps, nothing, "job", CellPlace(nothing))
     next(steps)
 
-    def hold() -> None:
+    def delay() -> None:
         with delay_stops():
             pass
 
     for action, names in (
-        (hold, ("delay_stops", "__enter__", "__exit__")),
+        (delay, ("delay_stops", "__enter__", "__exit__")),
         (job.step, ("step", "_run_step")),
     ):
-        passed = with_a_stop(action, names, at=0)
-        assert passed > 7
-        for number in range(1, passed + 1):
+        line_count = with_a_stop(action, names, at=0)
+        assert line_count > 7
+        for number in range(1, line_count + 1):
             with pytest.raises(KeyboardInterrupt):
                 with_a_stop(action, names, at=number)
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-            before = len(taken)
+            before = len(steps_run)
             job.step()
-            assert len(taken) == before + 1
+            assert len(steps_run) == before + 1
 
 
 def with_a_stop(action: Callable[[], None], names: Sequence[str], at: int) -> int:
-    """Call `action`, with Stop at line `at` of all lines in functions `names`; count the lines."""
-    passed = 0
+    """Call `action`, with Stop at the `at`-th line run in `names`; return how many lines ran."""
+    line_count = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal passed
+        nonlocal line_count
         if not frame.f_code.co_filename.endswith(("notebook/idle.py", "notebook/jobs.py")):
             return None
         if event == "line" and frame.f_code.co_name in names:
-            passed += 1
-            if passed == at:
+            line_count += 1
+            if line_count == at:
                 press()
         return trace
 
@@ -200,59 +201,59 @@ def with_a_stop(action: Callable[[], None], names: Sequence[str], at: int) -> in
         action()
     finally:
         sys.settrace(before)
-    return passed
+    return line_count
 
 
 def test_the_innermost_redirection_handles_a_stop():
-    """Stop in a command calls the innermost `on_stop`, and raises if none is set or accepts it."""
-    met: list[int] = []
+    """Stop calls a command's innermost `on_stop`, or raises if that is missing or returns False."""
+    called: list[int] = []
 
-    def meet(number: int, *, takes: bool = True) -> bool:
-        met.append(number)
-        return takes
+    def stop(number: int, *, accepts: bool = True) -> bool:
+        called.append(number)
+        return accepts
 
-    with redirect_stops(partial(meet, 0)), pytest.raises(KeyboardInterrupt):
+    with redirect_stops(partial(stop, 0)), pytest.raises(KeyboardInterrupt):
         press()  # outside of `command_stops`
     with command_stops():
         with pytest.raises(KeyboardInterrupt):
             press()
-        with redirect_stops(partial(meet, 1)):
+        with redirect_stops(partial(stop, 1)):
             press()
-            with command_stops(), redirect_stops(partial(meet, 2)):
+            with command_stops(), redirect_stops(partial(stop, 2)):
                 press()
             with pytest.raises(KeyboardInterrupt), raise_stops():
                 press()
-            with pytest.raises(KeyboardInterrupt), redirect_stops(partial(meet, 3, takes=False)):
+            with pytest.raises(KeyboardInterrupt), redirect_stops(partial(stop, 3, accepts=False)):
                 press()
         with pytest.raises(KeyboardInterrupt):
             press()
-    assert met == [1, 2, 3]
+    assert called == [1, 2, 3]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def idle_stop(pressed: list[str], wanted: list[str]) -> IdleStop:
-    return IdleStop(lambda: pressed.append("once"), lambda: bool(wanted))
+def idle_stop(pressed: list[str], jobs: list[str]) -> IdleStop:
+    return IdleStop(lambda: pressed.append("once"), lambda: bool(jobs))
 
 
 @pytest.mark.usefixtures("_as_before")
 def test_idle_stop_replaces_an_ignored_stop():
-    """`IdleStop` calls `stop` while wanted; later, once no cell runs, Stop is ignored again."""
+    """Stop calls `stop` while a job runs; later, once no cell runs, Stop is ignored again."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    pressed, wanted = [], ["a job"]
+    pressed, jobs = [], ["a job"]
 
     async def main() -> None:
-        stop = idle_stop(pressed, wanted)
+        stop = idle_stop(pressed, jobs)
         for _ in range(2):
             stop.update(asyncio.get_running_loop())
         press()
         await asyncio.sleep(0.01)
         assert pressed == ["once"]
         # While a cell runs, ipykernel has its own handler; afterwards it restores the former one.
-        found = signal.signal(signal.SIGINT, signal.default_int_handler)
-        wanted.clear()
+        installed = signal.signal(signal.SIGINT, signal.default_int_handler)
+        jobs.clear()
         stop.update()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        signal.signal(signal.SIGINT, found)
+        signal.signal(signal.SIGINT, installed)
         for _ in range(1000):
             if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
                 await asyncio.sleep(0.01)
@@ -265,13 +266,13 @@ def test_idle_stop_replaces_an_ignored_stop():
 
 @pytest.mark.usefixtures("_as_before")
 def test_a_handler_of_other_code_stays():
-    """`IdleStop` leaves a signal handler in place unless Stop is ignored."""
+    """`IdleStop` installs its handler only where Stop is ignored, and not over other code's."""
 
     def mine(*_: object) -> None: ...
 
     signal.signal(signal.SIGINT, mine)
     loop = asyncio.new_event_loop()
-    for wanted in (["a job"], []):
-        idle_stop([], wanted).update(loop)
+    for jobs in (["a job"], []):
+        idle_stop([], jobs).update(loop)
         assert signal.getsignal(signal.SIGINT) is mine
     loop.close()

@@ -64,7 +64,7 @@ def press(name):
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=press, args=[{name!r}]).start()
 """
-"""Presses Stop as soon as the kernel's main thread is in a function of this name.
+"""Presses Stop as soon as the kernel's main thread is in the function with the given name.
 
 The function must not block for long in one call: Python loses the effect of a signal that comes
 after `time.sleep` has released the GIL and before it sleeps, until that sleep ends.
@@ -75,7 +75,7 @@ def rest(*_):
     while True:
         time.sleep(0.05)
 """
-"""Defines a function that only Stop ends."""
+"""Defines the function `rest`, which only Stop ends."""
 
 STOPPED = "Stopped on ranks 0-1. No variables were lost."
 
@@ -92,8 +92,8 @@ def begin(notebook: Notebook, source: str) -> str:
     """Send a cell without waiting for its end; return the id of its display."""
     sent = notebook.run(f"%%distributed --no-wait -o job\n{source}")
     assert sent.errors == []
-    said = "\n".join(each["data"]["text/plain"] for each in (*sent.displays, *sent.updates))
-    assert "running on 2 ranks in the background · `job.wait()` waits for it" in said
+    texts = "\n".join(each["data"]["text/plain"] for each in (*sent.displays, *sent.updates))
+    assert "running on 2 ranks in the background · `job.wait()` waits for it" in texts
     return str(sent.displays[0]["transient"]["display_id"])
 
 
@@ -109,12 +109,12 @@ def shown(notebook: Notebook) -> str:
     return str(notebook.run("job").results[0]["text/plain"])
 
 
-def idle_until(notebook: Notebook, display_id: str, said: str) -> list[tuple[str, str]]:
-    """Wait without a cell until the display has this text; return its updates with their cells."""
-    found: list[tuple[str, str]] = []
+def idle_until(notebook: Notebook, display_id: str, expected: str) -> list[tuple[str, str]]:
+    """Wait until the display has a text while no cell runs; return its updates and their cells."""
+    updates: list[tuple[str, str]] = []
     deadline = time.monotonic() + SOON
-    while not found or said not in found[-1][0]:
-        assert time.monotonic() < deadline, f"{said!r} is not in {found}"
+    while not updates or expected not in updates[-1][0]:
+        assert time.monotonic() < deadline, f"{expected!r} is not in {updates}"
         try:
             message = notebook.client.get_iopub_msg(timeout=0.2)
         except Empty:
@@ -122,8 +122,8 @@ def idle_until(notebook: Notebook, display_id: str, said: str) -> list[tuple[str
         if message["msg_type"] == "update_display_data":
             content = message["content"]
             assert content["transient"]["display_id"] == display_id
-            found.append((content["data"]["text/plain"], message["parent_header"]["msg_id"]))
-    return found
+            updates.append((content["data"]["text/plain"], message["parent_header"]["msg_id"]))
+    return updates
 
 
 def test_a_job_is_live_while_the_notebook_is_idle(notebook: Notebook, tmp_path: Path) -> None:
@@ -150,25 +150,25 @@ def test_a_job_is_live_while_the_notebook_is_idle(notebook: Notebook, tmp_path: 
 
 
 def test_a_failed_job_raises_or_is_noted_once(notebook: Notebook) -> None:
-    """`wait` and `result` raise a job's failure; if none has, the next cell notes it, once."""
-    said = "rank 1 failed, of 2, after "
+    """`wait` and `result` raise a job's failure; if neither has, the next cell notes it, once."""
+    failure = "rank 1 failed, of 2, after "
     display_id = begin(notebook, "if rank: raise ValueError('bad shard')")
-    (text, _) = idle_until(notebook, display_id, said)[-1]
+    (text, _) = idle_until(notebook, display_id, failure)[-1]
     assert "── rank 1 ✗ ──" in text
     assert text.count("ValueError: bad shard") == 2
     for call in ("job.wait()", "job.result()", "job.wait(0.1)"):
-        assert notebook.run(call).error.startswith(f"WorkerError: {said}")
+        assert notebook.run(call).error.startswith(f"WorkerError: {failure}")
     assert "ValueError: bad shard" in notebook.run("%dist_why").text
     assert shown(notebook).startswith("<Job failed · 2 ranks · ")
-    assert "failed" not in notebook.run("%%distributed\npass").text  # `wait` has raised already
-    idle_until(notebook, begin(notebook, "1 / (1 - rank)"), said)
+    assert "failed" not in notebook.run("%%distributed\npass").text  # `wait` has raised the failure
+    idle_until(notebook, begin(notebook, "1 / (1 - rank)"), failure)
     notebook.value("1 + 1")
-    assert f"`job` has failed: {said}" in notebook.run("%%distributed\npass").text
+    assert f"`job` has failed: {failure}" in notebook.run("%%distributed\npass").text
     assert "failed" not in notebook.run("%%distributed\npass").text
     display_id = begin(notebook, "import time; time.sleep(1.5)\n1 / (1 - rank)")
     assert notebook.run("job.wait(0.1)").error.startswith("JobTimeout")
-    idle_until(notebook, display_id, said)  # the only `wait` ended before
-    assert f"`job` has failed: {said}" in notebook.run("%%distributed\npass").text
+    idle_until(notebook, display_id, failure)  # `wait` had ended before
+    assert f"`job` has failed: {failure}" in notebook.run("%%distributed\npass").text
     assert "failed" not in notebook.run("%%distributed\npass").text
 
 
@@ -186,8 +186,8 @@ def test_stop_while_idle_ends_the_job(notebook: Notebook) -> None:
 def test_stop_ends_the_waiting_but_not_the_job(notebook: Notebook) -> None:
     """Stop ends `wait`, `await` or a plain cell; the job runs on until `%dist_interrupt`."""
     sleep(notebook)
-    said = "KeyboardInterrupt: Stopped. `job` keeps running: "
-    assert notebook.run(PRESS.format(name="Job.wait") + "job.wait()").error.startswith(said)
+    error = "KeyboardInterrupt: Stopped. `job` keeps running: "
+    assert notebook.run(PRESS.format(name="Job.wait") + "job.wait()").error.startswith(error)
     for name, cell in (
         ("rest", f"{REST}rest()"),
         ("Job.done", "while not job.done(): pass"),
@@ -199,7 +199,7 @@ def test_stop_ends_the_waiting_but_not_the_job(notebook: Notebook) -> None:
     assert notebook.run("job.wait(1.1)").error == (
         "JobTimeout: `job` is still running after 1.1 s: ranks 0-1 are in line 5: time.sleep(600)."
     )
-    # The job's panel may be among the displays of each magic's cell.
+    # A magic's own text is the last; the job's panel may be among the displays of its cell.
     status, output, stopped = (
         notebook.run(f"%dist_{word}").texts[-1] for word in ("status", "output", "interrupt")
     )
@@ -210,11 +210,11 @@ def test_stop_ends_the_waiting_but_not_the_job(notebook: Notebook) -> None:
 
 
 def test_the_next_distributed_cell_waits_for_the_job(notebook: Notebook) -> None:
-    """A cell says that it waits, and Stop only ends its wait; `%dist_gather` waits too."""
+    """A cell says that it waits for the job, and Stop ends only the wait; magics wait too."""
     sleep(notebook)
     stop = notebook.stop_at("Waiting for `job` (running for ")
-    said = notebook.run("%%distributed\nnever = 1", stop).error
-    assert said.startswith("KeyboardInterrupt: Stopped. This cell has not run; `job`")
+    error = notebook.run("%%distributed\nnever = 1", stop).error
+    assert error.startswith("KeyboardInterrupt: Stopped. This cell has not run; `job`")
     assert notebook.value("job.done()") is False
     notebook.run("%dist_interrupt")
     begin(notebook, "import time; time.sleep(1.5); late = rank + 1")
@@ -260,7 +260,7 @@ def test_a_restart_with_a_failed_setup_ends_the_job(notebook: Notebook, tmp_path
 
 
 def test_a_waiting_cell_asks_for_the_jobs_input(notebook: Notebook) -> None:
-    """A job's panel says that a rank waits for input; `wait` asks, and Stop then stops the job."""
+    """A job's panel says who waits for input; `wait` asks, and Stop at the prompt ends the job."""
     cell = "name = input('name? ') if rank else 'nobody'; name"
     asks = "rank 1 waits for your input · you will be asked when a cell"
     for typed in (["Ada"], []):
@@ -275,7 +275,7 @@ def test_a_waiting_cell_asks_for_the_jobs_input(notebook: Notebook) -> None:
 
 @pytest.mark.skipif(not HAS_SUBSHELLS, reason="ipykernel 6 has no subshells")
 def test_a_subshell_can_wait_for_a_job(notebook: Notebook) -> None:
-    """Code in a subshell can wait for a job and interrupt it; the main thread runs its steps."""
+    """Code in a subshell can wait for and interrupt a job, whose steps the main thread runs."""
     begin(notebook, "import time; time.sleep(0.6); rank")
     subshell = Subshell(notebook)
     assert subshell.run("job.wait(); job.done()") == "True"
@@ -292,13 +292,13 @@ def test_done_is_right_at_the_first_call(notebook: Notebook) -> None:
     )
     assert looped.streams == ["True\n"]
     notebook.run("try: job.wait()\nexcept Exception: pass")
-    begin(notebook, "import time; time.sleep(0.5); 'last'")  # no step between cells
+    begin(notebook, "import time; time.sleep(0.5); 'last'")  # below, only `done` lets the job go on
     assert notebook.run("while not job.done(): time.sleep(0.05)").errors == []
     assert notebook.value("job.result().rank(0)") == "last"
 
 
 def test_a_job_can_be_awaited(notebook: Notebook) -> None:
-    """`await job` lets other coroutines run, and gives the result or raises the cell's error."""
+    """`await job` lets other coroutines run, and returns the result or raises the cell's error."""
     begin(notebook, "import time; time.sleep(0.5); rank")
     cell = """
     import asyncio
@@ -317,13 +317,13 @@ def test_a_job_can_be_awaited(notebook: Notebook) -> None:
     ran = notebook.run("try: await job\nexcept KeyError as error: print(error.args[0] in (0, 1))")
     assert ran.streams == ["True\n"]
     begin(notebook, SLEEPS)
-    late = notebook.run("await asyncio.wait_for(job, 0.3)")
-    assert [each["ename"] for each in late.errors] == ["TimeoutError"]
+    timed_out = notebook.run("await asyncio.wait_for(job, 0.3)")
+    assert [each["ename"] for each in timed_out.errors] == ["TimeoutError"]
     assert notebook.value("job.done()") is False
 
 
 def test_jobs_are_gathered_by_asyncio(notebook: Notebook) -> None:
-    """`gather` takes jobs that have ended, run, or are of another pool; errors can be returned."""
+    """`gather` accepts ended and running jobs, also of another pool, and can return errors."""
     begin(notebook, "rank")
     assert notebook.run("first = job; first.wait()").errors == []
     begin(notebook, "import time; time.sleep(0.3); rank + 10")
@@ -353,13 +353,13 @@ def test_a_stopped_job_cancels_what_awaits_it(notebook: Notebook) -> None:
     except asyncio.CancelledError as error:
         print(error, job.cancelled())
     """
-    for way, said in (
+    for method, printed in (
         ("interrupt", f"{STOPPED} False"),
         ("cancel", f"`job` was cancelled. {STOPPED} True"),
     ):
         begin(notebook, SLEEPS)
-        assert notebook.run(textwrap.dedent(cell).format(way=way)).streams == [f"{said}\n"]
-    # Between cells too: nobody handles the error of a task that only awaits the job.
+        assert notebook.run(textwrap.dedent(cell).format(way=method)).streams == [f"{printed}\n"]
+    # Between cells, nobody handles the error of a task that awaits the job: the kernel lives on.
     sleep(notebook)
     assert notebook.run("awaiting = asyncio.ensure_future(job)").errors == []
     assert notebook.run("job.interrupt(); job.wait()").errors != []
@@ -368,7 +368,7 @@ def test_a_stopped_job_cancels_what_awaits_it(notebook: Notebook) -> None:
 
 
 def test_a_cancelled_job_raises_as_a_future_does(notebook: Notebook) -> None:
-    """After `cancel`, waiting methods raise CancelledError in a line; variables are not lost."""
+    """After `cancel`, methods that wait raise CancelledError in a line; no variables are lost."""
     display_id = sleep(notebook)
     state = "job.running(), job.done(), job.cancelled(), job.cancel()"
     assert notebook.value(state) == (True, False, False, True)
@@ -393,7 +393,7 @@ def test_a_cancelled_job_raises_as_a_future_does(notebook: Notebook) -> None:
 
 
 def test_an_ended_job_is_not_cancelled(notebook: Notebook) -> None:
-    """`cancel` after the end keeps the result; `exception` returns the error, also after Stop."""
+    """`cancel` after the end keeps the result; `exception` returns an error or interrupt."""
     ended = notebook.run(
         "get_ipython().run_cell_magic('distributed', '--no-wait -o job', 'rank')\n"
         "import time; time.sleep(1)\nprint(job.cancel(), job.cancelled(), job.exception())"
@@ -413,9 +413,9 @@ def test_an_ended_job_is_not_cancelled(notebook: Notebook) -> None:
 def test_callbacks_are_called_once_when_the_job_has_ended(
     notebook: Notebook, tmp_path: Path
 ) -> None:
-    """Each callback gets the job, on the main thread, also after the end and after one that fails.
+    """The main thread calls each callback once, even if added after the end or if another fails.
 
-    Between cells its output appears under the job's cell; a failed callback is logged.
+    Between cells, a callback's output appears below the job's cell.  A callback's error is logged.
     """
     may_end = tmp_path / "may-end"
     wait = f"import os, time\nwhile not os.path.exists({str(may_end)!r}): time.sleep(0.01)\nrank"
@@ -434,10 +434,10 @@ def test_callbacks_are_called_once_when_the_job_has_ended(
     added = notebook.run(textwrap.dedent(cell))
     assert added.results[0]["text/plain"] == "[]"
     may_end.touch()
-    sender, said = "", ""
+    sender, printed = "", ""
     deadline = time.monotonic() + SOON
-    while "said by a callback" not in said:
-        assert time.monotonic() < deadline, said
+    while "said by a callback" not in printed:
+        assert time.monotonic() < deadline, printed
         try:
             message = notebook.client.get_iopub_msg(timeout=0.2)
         except Empty:
@@ -447,12 +447,12 @@ def test_callbacks_are_called_once_when_the_job_has_ended(
             assert content["transient"]["display_id"] == display_id
             sender = message["parent_header"]["msg_id"]
         elif message["msg_type"] == "stream":
-            said += content["text"]
+            printed += content["text"]
             assert message["parent_header"]["msg_id"] == sender
-    assert "exception calling callback for <Job done" in said
-    assert "ValueError: bad callback" in said
+    assert "exception calling callback for <Job done" in printed
+    assert "ValueError: bad callback" in printed
     assert notebook.value("calls") == [(True, [0, 1])] * 2
-    # The job has ended: now in this thread, and from another thread on the main thread.
+    # A new callback is called now; if another thread adds it, the main thread calls it.
     assert notebook.value("job.add_done_callback(record), len(calls)") == (None, 3)
     notebook.run("threading.Thread(target=job.add_done_callback, args=[record]).start()")
     deadline = time.monotonic() + SOON
@@ -463,7 +463,7 @@ def test_callbacks_are_called_once_when_the_job_has_ended(
 
 
 def test_a_callback_can_use_the_workers(notebook: Notebook) -> None:
-    """A callback may send the next cell; a restart calls callbacks too; Stop ends a callback."""
+    """A callback may send another cell; a restart calls callbacks too; Stop ends a callback."""
     begin(notebook, "x = rank")
     cell = """
     def follow(job):
@@ -484,7 +484,7 @@ def test_a_callback_can_use_the_workers(notebook: Notebook) -> None:
 
 
 def test_each_run_has_a_result_of_its_own(two: Notebook) -> None:
-    """A result has the values at its run's end, big or small; access to a lost value says why."""
+    """A result has the values at its run's end, big or small; a lost value's error says why."""
     cell = """
     results = []
     for lr in (0.1, 0.2):
@@ -495,20 +495,20 @@ def test_each_run_has_a_result_of_its_own(two: Notebook) -> None:
     assert two.run(textwrap.dedent(cell)).errors == []
     assert "<78.3 KiB, still on the rank>" in two.value("repr(results[1])")
     for rank in (1, 0):
-        found = two.value(f"[round(each[{rank}][-1].item(), 1) for each in results]")
-        assert found == [round(lr + rank, 1) for lr in (0.1, 0.1, 0.2, 0.2)]
+        last_elements = two.value(f"[round(each[{rank}][-1].item(), 1) for each in results]")
+        assert last_elements == [round(lr + rank, 1) for lr in (0.1, 0.1, 0.2, 0.2)]
     assert body(two.run("%%distributed -o quiet\nrank + 5;")) == []
     assert two.run("%%distributed -o failed\n1 / (1 - rank)").errors != []
-    found = two.value("dict(quiet), failed.ok, [*failed.errors], failed.rank(0)")
-    assert found == ({0: 5, 1: 6}, False, [1], 1.0)
+    contents = two.value("dict(quiet), failed.ok, [*failed.errors], failed.rank(0)")
+    assert contents == ({0: 5, 1: 6}, False, [1], 1.0)
     two.run("%%distributed -o small\nx = torch.zeros(2); x")
     two.run("%%distributed -o big\ny = torch.zeros(20_000); y")
     two.run("%%distributed\nx += 5; y += 5")
     assert two.value("small[0].tolist(), big[0].sum().item()") == ([0.0, 0.0], 0.0)
     two.run("%dist_restart -r 1")
     assert two.value("small[1].tolist(), big[0].sum().item()") == ([0.0, 0.0], 0.0)
-    said = two.run("big[1]").error
-    assert said.startswith("ValueLost: the last value of that cell on rank 1 is gone with its work")
+    lost = two.run("big[1]").error
+    assert lost.startswith("ValueLost: the last value of that cell on rank 1 is gone with its work")
     two.run("%%distributed -o old\ntorch.ones(20_000)")
     assert two.run("%dist_clean").text.startswith("ranks 0-1 · ")
     assert two.run("old.rank(0)").error == (
@@ -516,8 +516,8 @@ def test_each_run_has_a_result_of_its_own(two: Notebook) -> None:
         "it. What a cell binds to a variable stays, and `%dist_gather variable` brings it."
     )
     assert two.run("%%distributed -o odd\n[(n for n in 'ab')]").errors == []
-    said = "on rank 1 cannot be sent to the notebook (generator in `it[0]`): "
-    assert said in two.run("odd[1]").error
+    problem = "on rank 1 cannot be sent to the notebook (generator in `it[0]`): "
+    assert problem in two.run("odd[1]").error
 
 
 def test_timeout_stops_a_cell_or_script(two: Notebook, tmp_path: Path) -> None:
@@ -530,15 +530,15 @@ def test_timeout_stops_a_cell_or_script(two: Notebook, tmp_path: Path) -> None:
     assert body(two.run("%%distributed --timeout 60\nkept"))[-1] == "7"
     script = tmp_path / "sleeps.py"
     script.write_text("import time\nbegun = 1\ntime.sleep(60)\n")
-    said = two.run(f"%dist_run --timeout 1 {script}").error
-    assert "by `--timeout 1`: ranks 0-1 are in sleeps.py line 3: time.sleep" in said
+    error = two.run(f"%dist_run --timeout 1 {script}").error
+    assert "by `--timeout 1`: ranks 0-1 are in sleeps.py line 3: time.sleep" in error
     assert two.run(f"%dist_run --no-wait -o job {script}").errors == []
     two.run("job.interrupt()")
     assert "Stopped on ranks" in two.run("job.wait()").error
 
 
 def test_here_too_runs_a_cell_on_both_sides(two: Notebook) -> None:
-    """The cell binds names on both sides; an error here fails the cell; `await` is refused."""
+    """The cell binds names here and on ranks, fails if it fails here, and must not use `await`."""
     ran = two.run("%%distributed --here-too -o there\nx = sum(range(10))\nprint('said')\nx")
     assert (ran.errors, ran.streams, ran.results) == ([], ["said\n"], [{"text/plain": "45"}])
     assert ran.texts[-1].endswith("said\n45")
@@ -548,33 +548,33 @@ def test_here_too_runs_a_cell_on_both_sides(two: Notebook) -> None:
     assert two.value("y") == 45
     assert body(two.run("%%distributed\ny")) == ["── rank 0 ──", "0", "── rank 1 ──", "1"]
     # The ranks keep their own values even if they bind the name after the notebook.
-    late = "import time\nif 'rank' in globals(): time.sleep(0.5)\nz = x + 1"
-    assert two.run(f"%%distributed --here-too\n{late}").errors == []
+    slow = "import time\nif 'rank' in globals(): time.sleep(0.5)\nz = x + 1"
+    assert two.run(f"%%distributed --here-too\n{slow}").errors == []
     assert two.value("z") == 46
     assert body(two.run("%%distributed\nz")) == ["── rank 0 ──", "1", "── rank 1 ──", "2"]
-    # So they do if the notebook does not wait for them, unless the notebook binds the name again.
-    late = "import time\nif 'rank' in globals(): time.sleep(1)\nw = v = x + 1"
-    assert two.run(f"%%distributed --no-wait --here-too -o job\n{late}").errors == []
+    # With `--no-wait` ranks keep their values too, unless the notebook binds the name again.
+    slow = "import time\nif 'rank' in globals(): time.sleep(1)\nw = v = x + 1"
+    assert two.run(f"%%distributed --no-wait --here-too -o job\n{slow}").errors == []
     assert two.value("v, w") == (46, 46)
     assert two.run("v = 7").errors == []
     assert two.run("job.wait()").errors == []
     *shown, notice = body(two.run("%%distributed\nw, v"))
     assert shown == ["── rank 0 ──", "(1, 7)", "── rank 1 ──", "(2, 7)"]
     assert notice.startswith("the notebook's `v` (int) replaces the ranks'")
-    said = two.run("%%distributed --here-too\nimport asyncio\nawait asyncio.sleep(0); sent = 1")
-    assert said.error.startswith("UsageError: `--here-too`: the cell uses `await`")
+    refused = two.run("%%distributed --here-too\nimport asyncio\nawait asyncio.sleep(0); sent = 1")
+    assert refused.error.startswith("UsageError: `--here-too`: the cell uses `await`")
     assert body(two.run("%%distributed\n'sent' in globals()"))[-1] == "False"
     ran = two.run("%%distributed --here-too\nworld_size")
     assert [each["ename"] for each in ran.errors] == ["NameError", "LocalCellError"]
-    said = ran.errors[1]["evalue"]
-    assert said.startswith("the cell raised in the notebook: NameError: ")
-    assert said.endswith(" 2 ranks ran it.")
+    error = ran.errors[1]["evalue"]
+    assert error.startswith("the cell raised in the notebook: NameError: ")
+    assert error.endswith(" 2 ranks ran it.")
     assert ran.texts[-1].endswith("── ranks 0-1 (same) ──\n2")
 
 
 @pytest.mark.skipif(not HAS_SUBSHELLS, reason="ipykernel 6 has no subshells")
 def test_a_subshell_can_look_at_a_running_cell(two: Notebook, tmp_path: Path) -> None:
-    """Magics that only look answer, others are refused; the running cell loses no output."""
+    """Magics that only show something run, others are refused; the running cell loses no output."""
     gate = tmp_path / "gate"
     subshell = Subshell(two)
     two.client.execute(
@@ -583,21 +583,21 @@ def test_a_subshell_can_look_at_a_running_cell(two: Notebook, tmp_path: Path) ->
         "    if number < 300: print(number)\n"
         "    number += 1; time.sleep(0.002)"
     )
-    said = ""
-    while "busy" not in said or "line " not in said:
-        said = subshell.run("%dist_status")
-    assert said.startswith("2 workers on ")
-    assert " · running a cell" in said.splitlines()[0]
+    status = ""
+    while "busy" not in status or "line " not in status:
+        status = subshell.run("%dist_status")
+    assert status.startswith("2 workers on ")
+    assert " · running a cell" in status.splitlines()[0]
     for _ in range(30):
         assert "running a cell\n── rank" in subshell.run("%dist_stack")
-    said = subshell.run("%dist_log")
-    assert "no lines" in said or "files: " in said
+    log = subshell.run("%dist_log")
+    assert "no lines" in log or "files: " in log
     refused = subshell.run("%dist_memory")
     assert refused.startswith("`%dist_memory` cannot run in a subshell")
     assert "`%dist_stack`, `%dist_status`" in refused
     assert subshell.run("%%distributed\n1").startswith("`%%distributed` cannot run")
     gate.touch()
-    # Output that arrived during the other magics belongs to the cell.
+    # Output that arrived while magics ran in the subshell belongs to the cell.
     lines = "".join(f"{number}\n" for number in range(300))
     assert lines in two.run("%dist_output --all").text
 

@@ -31,7 +31,7 @@ def ended(*ranks: int) -> Transcript:
 
 
 def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Return the texts of the displays since the last call; without a shell IPython prints them."""
+    """Return the texts of new displays; IPython has printed these, because it has no shell here."""
     bundles = map(ast.literal_eval, capsys.readouterr().out.splitlines())
     return [bundle["text/plain"] for bundle in bundles]
 
@@ -46,7 +46,7 @@ def cells() -> FinishedCells:
 
 
 def test_late_output_is_not_lost(cells: FinishedCells, capsys: pytest.CaptureFixture[str]) -> None:
-    """Late output of a rank is added to its last cell, a changed display to the display's cell."""
+    """Late output is added to its rank's last cell, a display's update to the display's cell."""
     cells.receive([(0, out("a\n")), (0, out("b\n")), (1, out("c\n")), (1, Done("ok", 1.0))])
     assert shown(capsys) == []
     cells.show({}, at_once=False)
@@ -119,8 +119,8 @@ def test_late_lines_are_printed_below_a_plain_cell(
 
 
 def test_equal_late_texts_share_a_line(cells: FinishedCells) -> None:
-    """Ranks with equal late output share a line, long lines are cut; past cells are listed."""
-    late = [
+    """Ranks with equal late output share a line; long lines are cut; `past` lists ended cells."""
+    outputs = [
         (0, out("a\n\n  b")),
         (1, Display({"text/plain": "a"}, {})),
         (1, out("b\n")),
@@ -128,7 +128,7 @@ def test_equal_late_texts_share_a_line(cells: FinishedCells) -> None:
         (3, Skipped(9, 3)),
         (4, out("x" * (MAX_LATE_LENGTH + 1000))),
     ]
-    *short, long = late_texts(late)
+    *short, long = late_texts(outputs)
     assert short == [
         "ranks 0-1 printed after their last cell: a / b",
         "rank 2 printed after its last cell: E: bad",

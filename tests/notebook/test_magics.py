@@ -19,13 +19,13 @@ pytestmark = pytest.mark.shared_world
 
 @pytest.mark.smoke
 def test_ranks_never_interleave(notebook: Notebook) -> None:
-    """Lines are sorted by rank; `%dist_output` shows the last lines again, or all kept lines."""
+    """Lines are sorted by rank; `%dist_output` shows the last lines again, or all that are kept."""
     outcome = notebook.run(
         "%%distributed\nimport time\nfor i in range(3):\n"
         "    print(f'rank {rank} line {i}')\n    time.sleep(0.02 * (4 - rank))"
     )
-    said = [line for line in body(outcome) if line.startswith("rank")]
-    assert said == [f"rank {rank} line {i}" for rank in range(4) for i in range(3)]
+    printed = [line for line in body(outcome) if line.startswith("rank")]
+    assert printed == [f"rank {rank} line {i}" for rank in range(4) for i in range(3)]
     notebook.run("%%distributed\nfor i in range(500): print(f'{rank}:{i}')")
     again = notebook.run("%dist_output").text
     assert ("{0-3}:499" in again, ":17\n" in again) == (True, False)
@@ -69,7 +69,7 @@ def test_a_cell_can_run_on_some_ranks(notebook: Notebook) -> None:
 
 @pytest.mark.smoke
 def test_training_survives_stop_death_and_failure(notebook: Notebook, tmp_path: Path) -> None:
-    """DDP trains equal models; Stop and errors lose no variables, and a death only its rank's."""
+    """DDP trains equal models; Stop and errors lose no variables, a death those of its rank."""
     notebook.run(f"import os; os.environ['NBDIST_SNAPSHOT_DIR'] = {str(tmp_path)!r}")
     assert notebook.run("%dist_restart -n 2").errors == []
     trained = notebook.run(
@@ -86,11 +86,11 @@ def test_training_survives_stop_death_and_failure(notebook: Notebook, tmp_path: 
     waits = "print('waits')\nif rank: dist.barrier()\nimport time; time.sleep(600)"
     stopped = notebook.run(f"%%distributed\n{waits}", notebook.stop_at("waits")).error
     assert stopped == "KeyboardInterrupt: Stopped on ranks 0-1. No variables were lost."
-    said = notebook.run("%%rank 1\nimport os, signal; os.kill(os.getpid(), signal.SIGKILL)").error
-    assert "was killed by SIGKILL" in said
-    assert "Rank 1 was restarted and its variables (" in said
-    there = "%%distributed\nprint('step' in globals()); dist.barrier()"
-    assert body(notebook.run(there))[1::2] == ["True", "False"]
+    error = notebook.run("%%rank 1\nimport os, signal; os.kill(os.getpid(), signal.SIGKILL)").error
+    assert "was killed by SIGKILL" in error
+    assert "Rank 1 was restarted and its variables (" in error
+    has_step = "%%distributed\nprint('step' in globals()); dist.barrier()"
+    assert body(notebook.run(has_step))[1::2] == ["True", "False"]
     assert "restored step on ranks 0-1 from " in notebook.run("%dist_restore").text
     assert body(notebook.run("%%distributed\nstep")) == ["── ranks 0-1 (same) ──", "49"]
     failed = notebook.run("%%distributed\nif rank: raise ValueError('bad')\ndist.barrier()")
@@ -118,13 +118,13 @@ handle.update(Markdown(f"**two** {rank}"))"""
 
 
 def below_of(outcome: Outcome) -> list[Any]:
-    """Return the displays below the panel: captions, and the form that a page renders of others."""
+    """Return what a page renders of the displays below the panel, with captions as plain text."""
     assert (outcome.errors, outcome.streams) == ([], [])
-    found = [each["data"] for each in outcome.displays[1:]]
+    contents = [each["data"] for each in outcome.displays[1:]]
     return [
         next((data[kind] for kind in data if kind not in {"text/plain", "text/html"}), None)
         or data["text/plain"]
-        for data in found
+        for data in contents
     ]
 
 
@@ -149,7 +149,7 @@ def test_displays_of_any_kind_reach_the_page(notebook: Notebook) -> None:
     panel = (outcome.updates or outcome.displays[:1])[-1]["data"]
     assert "4 ranks" in panel["text/html"]
     assert not re.search("shown below|>ranks? ", panel["text/html"])
-    # As text, each display is only below the panel, and not in the panel too.
+    # The text form of the panel does not repeat the displays that are below the panel.
     assert panel["text/plain"] == "4 ranks · ✓ 4"
     assert [each["data"]["text/plain"] for each in outcome.displays[2::2]] == [
         f"**two** {rank}" for rank in range(4)
@@ -157,7 +157,7 @@ def test_displays_of_any_kind_reach_the_page(notebook: Notebook) -> None:
 
 
 def test_displays_can_be_updated_and_cleared(notebook: Notebook) -> None:
-    """Displays below the panel are those at the cell's end, with updates by a later cell."""
+    """Below the panel are the displays that a cell has at its end; later cells can update them."""
     shown = [part for rank in range(4) for part in (f"rank {rank}", f"**two** {rank}")]
     assert below_of(notebook.run(CHANGED)) == shown
     assert below_of(notebook.run("%dist_output -r 2")) == shown[4:6]
@@ -166,14 +166,14 @@ def test_displays_can_be_updated_and_cleared(notebook: Notebook) -> None:
     newest = {each["transient"]["display_id"]: each["data"] for each in later.updates}
     assert [each.get("text/markdown") for each in newest.values()].count("three") == 1
     assert below_of(notebook.run("%dist_output -2")) == ["ranks 0-3", "three"]
-    said = notebook.run("%dist_output -99").error
-    assert re.search(r"`%dist_output -99`: the output of \d+ cells is kept", said)
-    said = notebook.run("%%rank 0\n%%markdown\n# Title")
-    assert below_of(said) == ["# Title\n"]  # the head names the only rank
+    error = notebook.run("%dist_output -99").error
+    assert re.search(r"`%dist_output -99`: the output of \d+ cells is kept", error)
+    title = notebook.run("%%rank 0\n%%markdown\n# Title")
+    assert below_of(title) == ["# Title\n"]  # the head names the only rank
 
 
 def test_comments_and_final_magics_are_allowed_in_cells(notebook: Notebook) -> None:
-    """`%distributed` runs one line, lines may end in comments, cells in the notebook's magics."""
+    """`%distributed` runs one line; a line may end in a comment, and a cell in `%dist_gather`."""
     notebook.run("here = 5")
     assert notebook.run("%distributed here, there = rank, world_size  # both").errors == []
     shown = body(notebook.run("%distributed -r [0, 1] print(f'{here} of {there}')"))
@@ -199,10 +199,10 @@ def test_workers_are_started_shown_and_ended(fresh: Callable[..., Notebook]) -> 
     """
     one_core = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
     notebook = fresh("%load_ext nbdist", one_core)
-    told, *warned = notebook.run("%dist_init -n 2 --name exp").text.splitlines()
-    assert told == "2 workers ready · gloo"
-    assert [line.startswith("2 workers on 1 CPU core: ") for line in warned] == [True]
-    assert notebook.run("%dist_init -n 2 --name exp").text == told
+    answer, *warnings = notebook.run("%dist_init -n 2 --name exp").text.splitlines()
+    assert answer == "2 workers ready · gloo"
+    assert [line.startswith("2 workers on 1 CPU core: ") for line in warnings] == [True]
+    assert notebook.run("%dist_init -n 2 --name exp").text == answer
     notebook.run("%%distributed\nx = 1\nglobals()['half \\ud800'] = 2")
     head, columns, *lines = notebook.run("%dist_status -v").text.splitlines()
     assert head.startswith("2 workers on ")

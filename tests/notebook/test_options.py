@@ -59,12 +59,12 @@ def options(line: str) -> argparse.Namespace:
 
 def test_all_options_of_a_world_can_be_typed() -> None:
     """Each option of a magic becomes the argument of `World` of the same name, with its value."""
-    said = options(
+    local = options(
         "-n 4 --backend GLOO --gpus 0,1 --share-gpus --name exp/run --env A=1 --env 'B=x y'"
         " --env-file .env --debug --python py --wrap 'nice -n 5' --cpus 2 --launcher local"
         " --no-fork --on-failure stop --hang-timeout 0.5 --no-release --pool trainer"
     )
-    assert typed_options(said) == {
+    assert typed_options(local) == {
         **{"n": 4, "backend": "gloo", "gpus": "0,1", "share_gpus": True, "name": "exp/run"},
         **{"env": {"A": "1", "B": "x y"}, "env_file": ".env", "debug": True, "python": "py"},
         **{"wrap": "nice -n 5", "cpus": 2, "launcher": "local", "fork": False},
@@ -80,13 +80,13 @@ def test_all_options_of_a_world_can_be_typed() -> None:
         **{"link_timeout": 30},
         **{"rdzv_backend": "etcd-v2", "rdzv_endpoint": "a:2379"},
     }
-    assert said.pool == "trainer"
-    assert immediate_options(said) == {"on_failure": "stop", "hang_timeout": 0.5, "release": False}
+    assert local.pool == "trainer"
+    assert immediate_options(local) == {"on_failure": "stop", "hang_timeout": 0.5, "release": False}
     nothing = options("")
     assert typed_options(nothing) == {}
     assert (nothing.pool, nothing.ranks, nothing.max_restarts) == (None, None, 0)
     only_in_python = {name for name, option in OPTIONS.items() if not option.flag}
-    all_given = typed_options(said).keys() | typed_options(elsewhere).keys()
+    all_given = typed_options(local).keys() | typed_options(elsewhere).keys()
     assert all_given == OPTIONS.keys() - only_in_python - {"pool"}
 
 
@@ -97,7 +97,7 @@ def test_values_may_be_quoted_and_names_divided_by_commas() -> None:
     """
     for line, ranks in (("-r -1,0", "-1,0"), ("--ranks=::2", "::2"), ("-r 0 a", "0")):
         assert options(line).ranks == ranks
-    # An option that is repeated adds ranks, also in other notations.
+    # If `-r` is repeated, the ranks of all its values count, whatever their notations.
     for line, ranks in (("-r 0 -r 2-3", "0,2-3"), ("-r [0, 2] --ranks=[3] -r -1", "0,2,3,-1")):
         assert options(line).ranks == ranks
         assert MagicLine("distributed", line, 0).ranks == ranks
@@ -111,7 +111,7 @@ def test_values_may_be_quoted_and_names_divided_by_commas() -> None:
 
 def test_a_wrong_option_is_an_error_of_one_line() -> None:
     """The error names the option, the mistake, and a right value or where to find one."""
-    for line, said in (
+    for line, message in (
         (
             "--backnd gloo",
             "`%magic`: unknown option `--backnd`: did you mean `--backend`? `%magic?`",
@@ -122,10 +122,10 @@ def test_a_wrong_option_is_an_error_of_one_line() -> None:
         ("--rdzv-endpoint localhost:0", "`--rdzv-endpoint localhost:0`: HOST:PORT, such as"),
         ("--name 'x", "`%magic`: No closing quotation. `%magic?` shows all options."),
     ):
-        with pytest.raises(UsageError) as found:
+        with pytest.raises(UsageError) as raised:
             typed_options(options(line))
-        assert str(found.value).startswith(said)
-        assert "\n" not in str(found.value)
+        assert str(raised.value).startswith(message)
+        assert "\n" not in str(raised.value)
 
 
 @pytest.fixture(scope="module")
@@ -145,27 +145,27 @@ def test_options_equal_to_the_workers_are_accepted(world: World) -> None:
 
 def test_options_that_differ_from_the_workers_are_refused(world: World) -> None:
     """The error names the workers' option, and the `%dist_restart` that starts others."""
-    for line, said in (
+    for line, difference in (
         ("-j 2x1", "`-j 1x2`, not `-j 2x1`. `%dist_restart -j 2x1` starts new ones."),
         ("--no-fork", "no `--no-fork`. `%dist_restart --no-fork` starts new ones."),
         ("--env TOKEN=y", "`--env TOKEN=...`, not `--env TOKEN=...`. `%dist_restart"),
         ("--wrap 'nice -n 5'", '`--wrap nice`, not `--wrap "nice -n 5"`. `%dist_restart'),
     ):
-        with pytest.raises(UsageError) as found:
+        with pytest.raises(UsageError) as raised:
             check_same(world, options(line))
-        assert str(found.value).startswith(f"The running workers have {said}")
+        assert str(raised.value).startswith(f"The running workers have {difference}")
 
 
 def test_code_follows_the_options_in_a_line() -> None:
     """All text after the last option is code, even if it looks like an option."""
-    for line, ours, code in (
+    for line, typed_options_text, code in (
         ("-r 0 -x", "-r 0 -x", ""),
         ("-r 0 -1 + x  # c", "-r 0", "-1 + x  # c"),
         ("-n=4 --ranks [0, 1] print(x)", "-n=4 --ranks [0, 1]", "print(x)"),
         ("-np 4 --no-wait --env 'A=1 2' f(-r)", "-np 4 --no-wait --env 'A=1 2'", "f(-r)"),
         ("", "", ""),
     ):
-        assert split_code(distributed.run, line) == (ours, code)
+        assert split_code(distributed.run, line) == (typed_options_text, code)
 
 
 COMMANDS = {each.name: each for each in find_commands()}
@@ -174,33 +174,33 @@ SHOWN = [each.shown_name for each in COMMANDS.values()]
 
 
 def test_options_of_other_tools_are_replaced_by_ours() -> None:
-    """An option of torchrun, for example, becomes ours; values and other words stay unchanged."""
-    for line, ours in (
+    """An option of torchrun, for example, becomes nbdist's; values and other words stay."""
+    for line, expected in (
         ("--nproc_per_node=4 --debug", "-n=4 --debug"),
         ("--num-processes 2 --gpu-ids 0,1", "-n=2 --gpus=0,1"),
         ("--targets 0 --name --nproc", "-r=0 --name --nproc"),
         ("--env X=--targets", "--env=X=--targets"),
         ("--on_failure stop --max_restarts=3", "--on-failure=stop --max-restarts=3"),
     ):
-        assert " ".join(word for word, *_ in words_of(distributed.run, line)) == ours
+        assert " ".join(word for word, *_ in words_of(distributed.run, line)) == expected
 
 
 def test_former_flags_count_only_if_the_magic_has_ours() -> None:
-    """A flag of other tools or of former versions is replaced if a magic has only our flag."""
+    """A flag of another tool or former version is replaced if the magic has only nbdist's flag."""
     assert our_flag("--targets", {"-n": 1}) == "--targets"
     assert our_flag("--targets", {"-r": 1, "--targets": 1}) == "--targets"
     assert set(SAME.values()) <= set(FLAGS)
     flags = {"-r": 1, "--here-too": 1}
     assert [our_flag(each, flags) for each in ("--local", "--rank")] == ["--here-too", "-r"]
-    said = ["`--rank` is now `-r`", "`--local` is now `--here-too`"]
-    assert old_flags("--local --rank=1 --local", flags) == said
+    notes = ["`--rank` is now `-r`", "`--local` is now `--here-too`"]
+    assert old_flags("--local --rank=1 --local", flags) == notes
     assert old_flags("--rank 1", {"-n": 1}) == []
     assert old_flags("-r 1 --here-too", flags) == []
 
 
 def test_an_unknown_argument_gets_a_hint() -> None:
     """A hint names the option that the user may mean; other messages of argparse get no hint."""
-    for typed, said in (
+    for typed, hint in (
         ("--num-procs=4", "unknown option `--num-procs`: did you mean `-n 4`?"),
         ("--rdzv-id 7", "`--rdzv-id`: `--name` names the run."),
         (
@@ -212,13 +212,13 @@ def test_an_unknown_argument_gets_a_hint() -> None:
         ("4", "unexpected `4`: did you mean `-n 4`?"),
         ("model", ""),
     ):
-        assert hint_on_argument(f"unrecognized arguments: {typed}", FLAGS) == said
+        assert hint_on_argument(f"unrecognized arguments: {typed}", FLAGS) == hint
     assert hint_on_argument("argument -n: expected one argument", FLAGS) == ""
 
 
 def test_an_unknown_magic_gets_a_hint() -> None:
-    """The hint names the magic of nbdist with a similar name, or in place of ipyparallel's."""
-    for message, said in (
+    """The hint names nbdist's magic with a similar name, or the one that replaces ipyparallel's."""
+    for message, hint in (
         ("Line magic function `%dist_gahter` not found.", "Did you mean `%dist_gather`?"),
         ("Cell magic `%%distribute` not found.", "Did you mean `%%distributed`?"),
         ("Cell magic `%%px` not found.", "In nbdist begin the cell with `%%distributed`."),
@@ -228,7 +228,7 @@ def test_an_unknown_magic_gets_a_hint() -> None:
             "",
         ),
     ):
-        assert hint_on_magic(message, SHOWN) == said
+        assert hint_on_magic(message, SHOWN) == hint
 
 
 def test_environment_variables_set_the_settings(monkeypatch: pytest.MonkeyPatch):
@@ -306,12 +306,12 @@ def test_each_magic_is_documented():
     """A magic's help begins with a sentence; only `%dist_init` lists all options of a world."""
     shown = {each.name: (each.run.__doc__ or "").split("\n\n::\n\n") for each in find_commands()}
     for each in find_commands():
-        said, options = shown[each.name]
-        assert re.fullmatch(r"[A-Z].*[.:]", said.partition("\n")[0]), each
-        assert each.summary == said.partition("\n")[0]
+        text, options = shown[each.name]
+        assert re.fullmatch(r"[A-Z].*[.:]", text.partition("\n")[0]), each
+        assert each.summary == text.partition("\n")[0]
         assert options.lstrip().startswith(f"{each.shown_name} ")
-    said, options = shown["distributed"]
-    assert len(re.findall(r"^    %%distributed", said, re.MULTILINE)) == 2
+    text, options = shown["distributed"]
+    assert len(re.findall(r"^    %%distributed", text, re.MULTILINE)) == 2
     usual = ("-n N", "-r RANKS", "-o NAME", "--no-wait", "--timeout", "--setup", "--here-too")
     assert [option for option in usual if option not in options] == []
     assert "--auto" not in options
@@ -331,27 +331,27 @@ def test_a_new_magic_needs_only_one_file(
     """Magics of a new file in the folder are found, with errors for options, workers and Stop."""
     (tmp_path / "hello.py").write_text(FEATURE)
     monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
-    found = {each.name: each.magic(pools) for each in find_commands()}
+    magics = {each.name: each.magic(pools) for each in find_commands()}
     with pytest.raises(WorldNotStarted, match=re.escape("`%dist_hello` needs workers")):
-        found["dist_hello"]("-r 0")
+        magics["dist_hello"]("-r 0")
     with pytest.raises(UsageError) as wrong:
-        found["dist_hello"]("--wrod x")
+        magics["dist_hello"]("--wrod x")
     assert str(wrong.value) == (
         "`%dist_hello`: unknown option `--wrod`: did you mean `--word`? "
         "`%dist_hello?` shows all options."
     )
     with pytest.raises(KeyboardInterrupt, match=re.escape("no workers were started.")):
-        found["dist_mute"]("")
-    found["dist_why"]("")
+        magics["dist_mute"]("")
+    magics["dist_why"]("")
     assert capsys.readouterr().out == "nothing has failed yet\n"
 
 
 @pytest.mark.parametrize("mode", ["exec", "single"])
 def test_a_magic_knows_whether_its_value_is_used(mode: str) -> None:
     """`is_used` looks at the code that calls a magic; IPython compiles a last line as `single`."""
-    seen: list[bool] = []
-    ours = {"__name__": "nbdist.notebook.command", "seen": seen, "is_used": is_used}
-    exec("def f():\n    seen.append(is_used())\n    return seen and None", ours)
+    answers: list[bool] = []
+    of_nbdist = {"__name__": "nbdist.notebook.command", "seen": answers, "is_used": is_used}
+    exec("def f():\n    seen.append(is_used())\n    return seen and None", of_nbdist)
     for used, codes in (
         (True, ("x = f()", "x, y = f(), 1", "print(f())", "def g(): return f()\nx = g()")),
         (False, ("f()", "f(); x = 1", "for i in '1':\n    f()")),
@@ -359,21 +359,21 @@ def test_a_magic_knows_whether_its_value_is_used(mode: str) -> None:
         for code in codes:
             body = ast.parse(code).body
             tree = ast.Interactive(body) if mode == "single" else ast.Module(body, [])
-            names = {"__name__": "__main__", "f": ours["f"], "print": repr}
+            names = {"__name__": "__main__", "f": of_nbdist["f"], "print": repr}
             exec(compile(tree, "cell", mode), names)
-            assert seen.pop() == used, code
-    assert seen == []
+            assert answers.pop() == used, code
+    assert answers == []
 
 
 def test_a_cell_without_code_is_no_error(typed: Callable[[str], str]) -> None:
-    """A cell of comments only gets a note, so that cells below run, and starts no workers."""
+    """A cell with only comments gets a note, no error, so later cells run; no worker starts."""
     for cell in ("%%distributed\n# later", "%%distributed -n 3 -o x\n\n  # a\n# b\n"):
         assert "no code, so nothing has run" in typed(cell)
 
 
 def test_a_mistake_is_an_error_of_one_line(typed: Callable[[str], str]) -> None:
     """The error names the mistake or the right form in one line, before workers are started."""
-    for typed_in, said in (
+    for typed_in, pattern in (
         ("%%rank\n1", r"needs ranks: `%%rank 0`"),
         ("%%rank 0\n1", r"`%%rank` needs workers, and none are running. A `%%distributed -n 4`"),
         ("%%distributed --gpus 0,9\n1", r"--gpus"),
@@ -406,6 +406,6 @@ def test_a_mistake_is_an_error_of_one_line(typed: Callable[[str], str]) -> None:
         ("%dist_run --wrong wrong.py", r"unknown option `--wrong`. `%dist_run\?` shows"),
         ('%dist_run "a b.py', r"`%dist_run`: no closing quotation."),
     ):
-        with pytest.raises(NbdistError, match=said) as raised:
+        with pytest.raises(NbdistError, match=pattern) as raised:
             typed(typed_in)
         assert "\n" not in str(raised.value)

@@ -22,13 +22,13 @@ from nbdist.world.task_run import Members, TaskRun
 def test_the_end_of_an_idle_rank_is_described() -> None:
     """The text says how a rank ended and why, if known, or that the rank had ignored a Stop."""
     assert idle_end(Died(-9, 1)) == "was killed by SIGKILL while no cell was running"
-    said = "exited with code 3 while no cell was running: it left"
-    assert idle_end(Died(3, 1, why="it left")) == said
+    text = "exited with code 3 while no cell was running: it left"
+    assert idle_end(Died(3, 1, why="it left")) == text
     assert idle_end(Died(-9, 1, why=IGNORES_STOP)) == "ignored Stop and was killed"
 
 
 def test_a_rank_of_a_lost_machine_has_its_last_shown_lines() -> None:
-    """No agent has sent the rank's last lines, so `%dist_why` has the lines that were shown."""
+    """`%dist_why` has the last lines that were shown, because the agent could send none."""
     members = Members(1, "gloo", Machines.one("node1", 1), {0: 4711}, {}, True)  # noqa: FBT003
     running = TaskRun(Task("id", (0,), CellCode("print(1)")), Patience(), members)
     running.receive(0, Text("stdout", "loading shards\nepoch 7\n"))
@@ -55,20 +55,20 @@ def test_the_failure_of_a_dead_rank_has_its_last_lines() -> None:
 
 def test_last_values_are_fetched_on_access():
     """`repr` fetches no value; each missing value is fetched once, several of them together."""
-    asked: list[tuple[int, ...]] = []
+    fetched: list[tuple[int, ...]] = []
 
-    def bring(ranks: tuple[int, ...]) -> Mapping[int, int]:
-        asked.append(ranks)
+    def fetch(ranks: tuple[int, ...]) -> Mapping[int, int]:
+        fetched.append(ranks)
         return {rank: 10 * rank for rank in ranks}
 
-    values = LastValues({**dict.fromkeys((1, 3, 4), Elsewhere("<80 KiB>")), 0: None}, bring)
+    values = LastValues({**dict.fromkeys((1, 3, 4), Elsewhere("<80 KiB>")), 0: None}, fetch)
     assert repr(values) == "{0: None, 1: <80 KiB>, 3: <80 KiB>, 4: <80 KiB>}"
     assert (values[3], values[3], values[0]) == (30, 30, None)
     assert (len(values), [*values]) == (4, [0, 1, 3, 4])
-    assert asked == [(3,)]
+    assert fetched == [(3,)]
     assert repr(values) == "{0: None, 1: <80 KiB>, 3: 30, 4: <80 KiB>}"
     assert [*values.values()] == [None, 10, 30, 40]
-    assert asked == [(3,), (1, 4)]
+    assert fetched == [(3,), (1, 4)]
     assert pickle.loads(pickle.dumps(values)) == {0: None, 1: 10, 3: 30, 4: 40}
 
 

@@ -3,8 +3,8 @@
 Each page has its own notebook: `python` blocks are its cells, and `sh` blocks run in bash.  A
 `text` block below is the expected output: a line `...` stands for lines, and `...` in a line for
 its rest; a number before a unit, or of four digits or more, stands for any number, and so does a
-time in s or ms.  If the last line of the text names an error, the code must fail.  Comments above
-blocks: `MARKS`.
+time in s or ms.  If the last line of the text names an error, the code must fail.  `MARKS` has the
+comments that can be above a block.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ NEEDS = {
     "docs/howto/peft-trl.md": ("peft", "trl"),
     "docs/howto/tracking.md": ("mlflow", "tensorboard", "wandb"),
 }
-"""Packages that the code of a page uses and that may be missing; then its test is skipped."""
+"""The packages that a page's code uses; if one of them is missing, the page's test is skipped."""
 
 MARKS = {
-    "not run": "what it needs is not here",
-    "quickstart": "`.ci/run` runs it",
-    "tests": "`.ci/run` runs it",
-    "drawing": "nothing shows that text",
-    "new kernel": "a new notebook begins with it, and the one before has ended",
+    "not run": "the block needs what tests do not have",
+    "quickstart": "`.ci/run` runs the block",
+    "tests": "`.ci/run` runs the block",
+    "drawing": "no code shows the text",
+    "new kernel": "a new notebook begins with the block, and the former one has ended",
 }
 
 DETACHING = ("docs/failures.md", "docs/howto/uninstall.md", "docs/howto/vscode.md")
@@ -77,6 +77,8 @@ LOOSE = re.compile(
     r"((?<=\n)\.{3}\n|\.{3}|\d+(?:\.\d+)? m?s(?!\w)|\d+(?:\.\d+)?(?= ?%| [kMG]i?B(?!\w))"
     r"|(?<![\d.])\d{4,}(?![\d.]))"
 )
+"""Matches the parts of an expected text that stand for any text, or for any number."""
+
 DATA = {"json": json.loads, "toml": tomllib.loads, "yaml": lambda text: [*yaml.safe_load_all(text)]}
 """Functions that read blocks which are data and not code, by the language of the block."""
 
@@ -93,7 +95,7 @@ class Block:
 
 def blocks(page: str) -> list[Block]:
     text = (ROOT / page).read_text()
-    return [Block(**found.groupdict()) for found in BLOCK.finditer(text)]
+    return [Block(**block.groupdict()) for block in BLOCK.finditer(text)]
 
 
 def to_run(page: str) -> list[Block]:
@@ -110,21 +112,22 @@ def plain(text: str) -> str:
 
 
 def loosely(piece: str) -> str:
+    """Return a pattern of all texts for which a match of `LOOSE` stands."""
     number = r"\d+(?:\.\d+)?"
     is_time = piece.endswith("s")
     return {"...\n": r"(?:.*\n)*?", "...": ".*"}.get(piece, number + " m?s" * is_time)
 
 
-def shows(seen: str, said: str) -> bool:
+def shows(output: str, expected: str) -> bool:
     """Return True if an output has the lines that the page expects."""
-    pieces = enumerate(LOOSE.split(plain(said)))
+    pieces = enumerate(LOOSE.split(plain(expected)))
     pattern = "".join(loosely(piece) if n % 2 else re.escape(piece) for n, piece in pieces)
-    return re.search(pattern, plain(seen)) is not None
+    return re.search(pattern, plain(output)) is not None
 
 
 def test_outputs_are_compared_by_line() -> None:
     """Outputs must agree line by line, except for `...`, for figures and for the order of ranks."""
-    for seen, said, is_so in (
+    for output, expected, agrees in (
         ("a\nrank 0  12\nb", "rank 0 12", True),
         ("rank 0 12, more", "rank 0 12", False),
         ("rank 0 12, more", "rank 0 12...", True),
@@ -137,7 +140,7 @@ def test_outputs_are_compared_by_line() -> None:
         ("572 ms (90%)", "1.1 s (8%)", True),
         ("572 ms", "572 MiB", False),
     ):
-        assert shows(seen, said) == is_so
+        assert shows(output, expected) == agrees
 
 
 @pytest.mark.parametrize(
@@ -149,9 +152,9 @@ def test_blocks_of_a_page_show_their_output(page: str, tmp_path: Path) -> None:
         if find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
     with closing(run(page, tmp_path)) as outcomes:
-        for block, seen, failed in outcomes:
-            assert failed == bool(FAILS.search(block.shown or "")), f"{block.code}\n{seen}"
-            assert block.shown is None or shows(seen, block.shown), f"{block.code}\n{seen}"
+        for block, output, failed in outcomes:
+            assert failed == bool(FAILS.search(block.shown or "")), f"{block.code}\n{output}"
+            assert block.shown is None or shows(output, block.shown), f"{block.code}\n{output}"
 
 
 def run(page: str, folder: Path) -> Generator[tuple[Block, str, bool]]:
@@ -176,7 +179,7 @@ def run(page: str, folder: Path) -> Generator[tuple[Block, str, bool]]:
                 notebook = Notebook(*first, env=environ, may_have_torch=True)
                 opened.enter_context(closing(notebook))
             outcome = notebook.run(block.code)
-            # Tests in other processes have such worlds too, so a name must be given.
+            # `%dist_attach` needs a name if tests in other processes have detached worlds too.
             if others := re.search(rf"there are .*`(\S+-{before})`.* takes one", outcome.seen):
                 outcome = notebook.run(f"%dist_attach {others[1]}")
             yield block, outcome.seen, bool(outcome.errors)
@@ -199,15 +202,15 @@ def in_bash(code: str, folder: Path) -> tuple[str, bool]:
 
 
 def test_no_block_of_code_is_left_out() -> None:
-    """All code is in fences with a language, and as many blocks as in `NOT_RUN` do not run."""
+    """All code is in fences with a language, and only blocks that `NOT_RUN` counts do not run."""
     not_run = Counter(page for page in PAGES for each in blocks(page) if each.mark == "not run")
     assert not_run == NOT_RUN
     for page in PAGES:
         text = (ROOT / page).read_text()
-        found = blocks(page)
-        assert {each.mark for each in found if each.mark} <= MARKS.keys(), page
-        assert all(each.mark == "drawing" for each in found if each.kind == "text"), page
-        fences = 2 * sum(1 + (each.shown is not None) for each in found)
+        page_blocks = blocks(page)
+        assert {each.mark for each in page_blocks if each.mark} <= MARKS.keys(), page
+        assert all(each.mark == "drawing" for each in page_blocks if each.kind == "text"), page
+        fences = 2 * sum(1 + (each.shown is not None) for each in page_blocks)
         others = 2 * len(re.findall(r"^```\{", text, re.MULTILINE))
         assert len(re.findall("^```", text, re.MULTILINE)) == fences + others, page
         assert not re.search(r"\n\n(?: {4}|\t)", BLOCK.sub("", text)), page
@@ -220,7 +223,7 @@ def test_how_to_pages_are_short() -> None:
 
 
 def test_the_page_of_limits_is_short() -> None:
-    """The limits that users have to know have at most 400 words; other pages have the rest."""
+    """The page of limits has at most 400 words: only what users must know."""
     assert len((ROOT / "docs" / "limits.md").read_text().split()) <= 400
 
 
@@ -243,8 +246,8 @@ def test_links_lead_to_files_and_headings() -> None:
 def test_the_manuals_job_for_kubernetes_is_valid() -> None:
     """The manual's Job follows the schemas of Kubernetes, and its pods get the Secret's key."""
     checker = pytest.importorskip("kubernetes_validate", reason="it has the schemas")
-    (found,) = (each.code for each in blocks("docs/machines.md") if each.kind == "yaml")
-    service, job = DATA["yaml"](found)
+    (source,) = (each.code for each in blocks("docs/machines.md") if each.kind == "yaml")
+    service, job = DATA["yaml"](source)
     for document in (service, job):
         checker.validate(document, checker.latest_version(), strict=True)
     pods = job["spec"]["template"]
@@ -276,8 +279,8 @@ def test_every_kernel_loads_nbdist(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     monkeypatch.setenv("NBDIST_PRESTART", "0")
-    found = blocks("docs/output.md")
-    (commands,) = (each.code for each in found if "ipython profile" in each.code)
+    page_blocks = blocks("docs/output.md")
+    (commands,) = (each.code for each in page_blocks if "ipython profile" in each.code)
     shown, failed = in_bash(commands, tmp_path)
     assert not failed, shown
     with closing(Notebook()) as notebook:

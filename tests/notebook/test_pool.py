@@ -46,13 +46,13 @@ def test_a_line_that_failed_has_gathered_nothing(
 
 
 def test_each_pool_has_its_own_group_and_variables(pools: Notebook) -> None:
-    """Each pool has a process group, variables and role; both are sent the notebook's variables."""
+    """Each pool has its own group, variables and role, and gets the notebook's variables."""
     role = """import os
 t = torch.ones(1); dist.all_reduce(t)
 print(t.item(), *(os.environ[name] for name in ("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")))"""
     pools.run("step = 7")
-    for pool, said in (("trainer", "2.0 trainer 1 2"), ("ps", "1.0 ps 0 1")):
-        assert body(pools.run(f"%%distributed --pool {pool}\n{role}"))[-1] == said
+    for pool, expected in (("trainer", "2.0 trainer 1 2"), ("ps", "1.0 ps 0 1")):
+        assert body(pools.run(f"%%distributed --pool {pool}\n{role}"))[-1] == expected
         printed = pools.run(f"%%distributed --pool {pool}\nprint(step)")
         assert body(printed)[-1] == "7"
         assert printed.text.startswith(f"pool {pool} · ")

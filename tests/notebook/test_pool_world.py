@@ -43,7 +43,7 @@ def test_current_world_is_what_cells_use(two: Notebook) -> None:
 
 
 def test_calls_use_the_names_that_the_notebook_has_now(two: Notebook) -> None:
-    """A helper that a cell has sent, and that is edited then, is not used in its old form."""
+    """A call uses the newest form of a helper that was edited after a cell had sent the helper."""
     two.run(WORLD)
     two.run("step = 1\ndef helper(x): return ('old', x + step)\ndef f(x): return helper(x)")
     two.run("mine = 1")
@@ -55,7 +55,7 @@ def test_calls_use_the_names_that_the_notebook_has_now(two: Notebook) -> None:
 
 
 def test_calls_wait_for_the_job(two: Notebook) -> None:
-    """A call waits for a `--no-wait` cell with a line; looking and `interrupt` do not wait."""
+    """A call waits for a job, as a line says; `status`, `stacks` and `interrupt` do not wait."""
     two.run(WORLD)
     begin(two, "import time; time.sleep(1); late = rank + 5")
     waited = two.run("print(world.gather('late'))")
@@ -67,8 +67,8 @@ def test_calls_wait_for_the_job(two: Notebook) -> None:
     sleep(two)
     assert two.value("len(world.status()), len(world.stacks(rank=0)), job.done()") == (2, 1, False)
     stop = two.stop_at("Waiting for `job` (running for ")
-    said = two.run("world.execute('never = 1')", stop).error
-    assert said.startswith("KeyboardInterrupt: Stopped. This cell has not run; `job`")
+    error = two.run("world.execute('never = 1')", stop).error
+    assert error.startswith("KeyboardInterrupt: Stopped. This cell has not run; `job`")
     assert two.run("world.interrupt(); job.wait()").errors != []
     assert two.value("world.gather(\"'never' in globals()\")") == [False, False]
 
@@ -90,9 +90,9 @@ print(world.gather("rank"))
 
 
 def test_the_world_has_the_new_workers_after_a_restart(two: Notebook) -> None:
-    """A kept world follows restarts and shutdowns, and has their effects; `with` ends no workers.
+    """After a restart the same `World` has the new workers; a `with` statement ends no workers.
 
-    A job ends with its workers, as after the magics.
+    `World.restart` also ends jobs, as `%dist_restart` does.
     """
     two.run(WORLD)
     before = two.value("dict(world.pids)")
@@ -110,14 +110,14 @@ def test_the_world_has_the_new_workers_after_a_restart(two: Notebook) -> None:
     assert (scaled.displays, scaled.results) == ([], [{"text/plain": "(2, [0, 1])"}])
     assert two.run("world.shutdown()").errors == []
     assert two.run("%dist_status").text.startswith("no workers are running · ")
-    said = two.run("world.gather('kept')").error
-    assert said.startswith("WorldNotStarted: ")
+    error = two.run("world.gather('kept')").error
+    assert error.startswith("WorldNotStarted: ")
     assert two.run("%dist_init -n 2").errors == []
     assert two.value("world.gather('rank')") == [0, 1]
 
 
 def test_workers_start_as_with_a_first_cell(kernel: Notebook) -> None:
-    """Without workers the call starts them and says how many."""
+    """`current_world` starts workers if none are running, and says how many."""
     kernel.run("%dist_shutdown")
     started = kernel.run(WORLD)
     number = kernel.value("world.size")
@@ -129,23 +129,23 @@ def test_workers_start_as_with_a_first_cell(kernel: Notebook) -> None:
 
 
 def test_a_pool_has_a_world_of_its_own(kernel: Notebook) -> None:
-    """`current_world("eval")` is the pool of that name; without its workers a line starts them."""
-    said = kernel.run("import nbdist; nbdist.current_world('eval')").error
-    assert said == (
+    """`current_world("eval")` has that pool's workers; without any, it says how to start some."""
+    error = kernel.run("import nbdist; nbdist.current_world('eval')").error
+    assert error == (
         "WorldNotStarted: `nbdist.current_world('eval')` needs workers, and none are running. "
         "A `%%distributed -n 4` cell or `%dist_init --pool eval -n 4` starts them."
     )
     kernel.run("%%distributed --pool eval -n 1\nmine = 'eval'")
     assert kernel.value("nbdist.current_world('eval').gather('mine')") == ["eval"]
     assert kernel.run("%dist_shutdown --pool eval").errors == []
-    assert kernel.run("nbdist.current_world(pool='eval')").error == said
+    assert kernel.run("nbdist.current_world(pool='eval')").error == error
 
 
 def test_the_world_belongs_to_the_notebooks_main_thread(two: Notebook, tmp_path: Path) -> None:
-    """On ranks, in threads, forked children and plain scripts a line says where to call it."""
-    said = two.run("%%distributed\nimport nbdist; nbdist.current_world()").error
+    """On ranks, in threads, forked children and scripts, an error says where to use the world."""
+    error = two.run("%%distributed\nimport nbdist; nbdist.current_world()").error
     assert (
-        "UsageError: `nbdist.current_world()` belongs to the notebook, and this is a rank" in said
+        "UsageError: `nbdist.current_world()` belongs to the notebook, and this is a rank" in error
     )
     two.run(WORLD)
     cell = """
@@ -155,8 +155,8 @@ def call():
     except nbdist.UsageError as error: print(error)
 thread = threading.Thread(target=call); thread.start(); thread.join()
 """
-    (said,) = two.run(cell).streams
-    assert said.startswith("`nbdist.current_world()`: the notebook's workers can only be used on ")
+    (text,) = two.run(cell).streams
+    assert text.startswith("`nbdist.current_world()`: the notebook's workers can only be used on ")
     cell = """
 import os
 read, write = os.pipe()
@@ -167,8 +167,8 @@ if not (pid := os.fork()):
 _ = os.waitpid(pid, 0)
 print(os.read(read, 1000).decode())
 """
-    (said,) = two.run(cell).streams
-    assert said.startswith(
+    (text,) = two.run(cell).streams
+    assert text.startswith(
         "`nbdist.current_world()`: this process is a forked child of the notebook"
     )
     script = tmp_path / "script.py"

@@ -26,9 +26,9 @@ display({"text/markdown": "**a display**", "text/plain": "a display"}, raw=True)
 rank + 10"""
     assert has_no_output(two.run(cell))
     assert two.value("[*values.values()]") == [10, 11]
-    seen = two.run("%dist_output").seen
+    output = two.run("%dist_output").seen
     for text in ("on stdout 1", "on stderr", "loss 1", "figure of rank 0", "a display", "11"):
-        assert text in seen, text
+        assert text in output, text
     loop = (
         "for step in range(3):\n    %distributed --quiet -o x step * 2\n    assert x[1] == 2 * step"
     )
@@ -36,7 +36,7 @@ rank + 10"""
 
 
 def test_a_quiet_cell_that_fails_shows_all_its_output(two: Notebook) -> None:
-    """A cell that raised, timed out or lost a rank has the panel and error of any other cell."""
+    """A cell that raised, timed out or lost a rank has the panel and error of a usual cell."""
     for options, source, shown, error in (
         ("", "1 / (1 - rank)", "ZeroDivisionError: division by zero", "rank 1 failed, of 2"),
         ("--timeout 0.2", "import time; time.sleep(60)", "2 stopped", "stopped by `--timeout 0.2`"),
@@ -62,18 +62,18 @@ def test_a_quiet_cell_that_is_stopped_shows_its_output(two: Notebook) -> None:
 
 def test_a_quiet_cell_shows_notes_without_its_output(two: Notebook) -> None:
     """What a user must know is shown below the head: notes, and NaN among tracked numbers."""
-    told = two.run("%%distributed --quiet\nprint('hidden')\nworld_size = 5").text
-    assert told.splitlines()[0] == "2 ranks · ✓ 2"
-    assert "`world_size` was each worker's own" in told
-    assert "hidden" not in told
-    nan = two.run("%%distributed --quiet\nprint('hidden')\ntrack(quality=float('nan'))").text
-    assert "ranks 0-1: NaN or infinity" in nan
-    assert "hidden" not in nan
+    panel_text = two.run("%%distributed --quiet\nprint('hidden')\nworld_size = 5").text
+    assert panel_text.splitlines()[0] == "2 ranks · ✓ 2"
+    assert "`world_size` was each worker's own" in panel_text
+    assert "hidden" not in panel_text
+    nan_text = two.run("%%distributed --quiet\nprint('hidden')\ntrack(quality=float('nan'))").text
+    assert "ranks 0-1: NaN or infinity" in nan_text
+    assert "hidden" not in nan_text
     assert two.run("%%distributed\nworld_size = 2").errors == []
 
 
 def test_a_quiet_cell_shows_which_ranks_wait(two: Notebook) -> None:
-    """While ranks wait for one another the cell is shown; after success only its head is left."""
+    """A panel says which rank waits for others; after success only the panel's head is left."""
     source = "import time\nprint('hidden')\nif rank: time.sleep(1.5)\ndist.barrier()"
     waited = two.run(f"%%distributed --quiet --hang-timeout 0.3\n{source}")
     assert waited.text == "2 ranks · ✓ 2"
@@ -81,15 +81,15 @@ def test_a_quiet_cell_shows_which_ranks_wait(two: Notebook) -> None:
 
 
 def test_a_quiet_cell_asks_for_input(two: Notebook) -> None:
-    """The input box of a quiet cell has the rank's prompt, and then only the head is left."""
-    asked = two.run("%%distributed --quiet -r 1 -o name\ninput('name: ')", typed=["ada"])
-    assert asked.prompts == ["[rank 1] name: "]
-    assert asked.texts[-1] == "rank 1 · ✓ 1"
+    """The input box of a quiet cell has the rank's prompt; at the end only the head is left."""
+    ran = two.run("%%distributed --quiet -r 1 -o name\ninput('name: ')", typed=["ada"])
+    assert ran.prompts == ["[rank 1] name: "]
+    assert ran.texts[-1] == "rank 1 · ✓ 1"
     assert two.value("name[1]") == "ada"
 
 
 def test_a_quiet_job_shows_that_it_runs_and_how_it_has_ended(two: Notebook) -> None:
-    """A background cell has a line while it runs; then its head, or after a failure all."""
+    """A quiet job has a line while it runs, then its panel's head, or all output if it failed."""
     for source, end, has_output in (
         ("pass", "2 ranks · ✓ 2", False),
         ("1 / (1 - rank)", "rank 1 failed, of 2", True),

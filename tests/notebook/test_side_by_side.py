@@ -34,18 +34,18 @@ def end(tmp_path: Path) -> Path:
     return tmp_path / "may-end"
 
 
-def begin(notebook: Notebook, ranks: str, end: Path, rest: str = "rank", name: str = "a") -> None:
-    """Send a job to these ranks that waits until the file exists, and then runs the rest."""
+def begin(notebook: Notebook, ranks: str, end: Path, code: str = "rank", name: str = "a") -> None:
+    """Send a job to these ranks that waits until the file exists, and then runs `code`."""
     first = f"%%distributed -r {ranks} --no-wait -o {name}\n"
-    assert notebook.run(first + WAITS.format(file=str(end)) + rest).errors == []
+    assert notebook.run(first + WAITS.format(file=str(end)) + code).errors == []
 
 
 def text_of(notebook: Notebook, source: str) -> str:
-    """Run a magic; return the last text of its own display: panels of jobs change meanwhile."""
+    """Run a magic, and return the last text of its own display, not of a job's panel."""
     ran = notebook.run(source)
     shown = ran.displays[-1]
-    of_it = [each for each in ran.updates if each["transient"] == shown["transient"]]
-    return str([shown, *of_it][-1]["data"]["text/plain"])
+    updates = [each for each in ran.updates if each["transient"] == shown["transient"]]
+    return str([shown, *updates][-1]["data"]["text/plain"])
 
 
 def done(notebook: Notebook, name: str = "a") -> bool:
@@ -70,7 +70,7 @@ try:
 except KeyboardInterrupt:
     dist.all_reduce(torch.ones(1), group=right)
 """
-"""Rank 3 leaves this code after Stop only by an abort of collectives, because rank 2 does not come.
+"""Rank 3 leaves this code after Stop only by an abort of collectives, because rank 2 does not join.
 
 If Stop raises KeyboardInterrupt before the first collective, rank 3 waits in the second one."""
 
@@ -105,7 +105,7 @@ def test_collectives_of_other_cells_go_on(
 
 
 def test_a_cell_runs_beside_a_job_of_other_ranks(four: Notebook, end: Path) -> None:
-    """The cell does not wait, has its own panel and result; the job goes on, and ends in time."""
+    """The cell does not wait, and has its own panel and result; the job goes on and has its own."""
     begin(four, "0", end, "print('end of the job')\nrank * 10")
     ran = four.run("%%distributed -r 1-3 -o b\nprint('beside', rank)\nrank")
     assert ran.errors == []
@@ -124,28 +124,28 @@ def test_a_cell_runs_beside_a_job_of_other_ranks(four: Notebook, end: Path) -> N
 
 def test_the_status_shows_which_rank_runs_which_cell(four: Notebook, tmp_path: Path) -> None:
     """With two jobs at once, a column of the status has the number of each rank's cell."""
-    ends = {name: tmp_path / name for name in "ab"}
-    begin(four, "0", ends["a"])
-    begin(four, "1,3", ends["b"], name="b")
+    files = {name: tmp_path / name for name in "ab"}
+    begin(four, "0", files["a"])
+    begin(four, "1,3", files["b"], name="b")
     lines = [line.split() for line in text_of(four, "%dist_status").splitlines()]
     heading = next(line for line in lines if line[:1] == ["rank"])
     assert heading[:4] == ["rank", "state", "cell", "pid"]
     cells = {line[0]: line[4] for line in lines if line[1:2] == ["busy"]}
     assert cells.keys() == {"0", "1", "3"}
     assert cells["1"] == cells["3"] != cells["0"]
-    ends["b"].touch()
+    files["b"].touch()
     assert four.value("dict(b.result().items())") == {1: 1, 3: 3}
     assert done(four) is False
-    ends["a"].touch()
+    files["a"].touch()
     assert four.value("dict(a.result().items())") == {0: 0}
 
 
 def test_a_cell_that_overlaps_a_job_waits(four: Notebook, end: Path) -> None:
-    """A cell on a rank of the job says that it waits; Stop ends only its wait."""
+    """A cell on a rank of the job says that it waits; Stop ends only the wait of the cell."""
     begin(four, "0-1", end)
     stop = four.stop_at("Waiting for `a` (running for ")
-    said = four.run("%%distributed -r 1-2\nnever = 1", stop).error
-    assert said.startswith("KeyboardInterrupt: Stopped. This cell has not run; `a` keeps running")
+    error = four.run("%%distributed -r 1-2\nnever = 1", stop).error
+    assert error.startswith("KeyboardInterrupt: Stopped. This cell has not run; `a` keeps running")
     assert done(four) is False
     end.touch()
     waited = four.run("%%distributed -r 1-2\n'never' in globals()")
@@ -187,23 +187,23 @@ def test_stop_in_a_cell_leaves_the_job_alone(four: Notebook, end: Path) -> None:
 
 def test_an_interrupt_stops_the_job_that_is_named(four: Notebook, tmp_path: Path) -> None:
     """`job.interrupt()` and `%dist_interrupt -r` stop one job; the other goes on."""
-    ends = {name: tmp_path / name for name in "abc"}
-    begin(four, "0", ends["a"])
-    begin(four, "1", ends["b"], name="b")
-    begin(four, "2", ends["c"], name="c")
+    files = {name: tmp_path / name for name in "abc"}
+    begin(four, "0", files["a"])
+    begin(four, "1", files["b"], name="b")
+    begin(four, "2", files["c"], name="c")
     four.run("b.interrupt()")
     assert four.run("b.wait(9)").error.startswith("KeyboardInterrupt: Stopped on rank 1.")
     assert text_of(four, "%dist_interrupt -r 2").startswith("Stopped on rank 2.")
     assert [done(four, name) for name in "abc"] == [False, True, True]
-    ends["a"].touch()
+    files["a"].touch()
     assert four.value("dict(a.result().items())") == {0: 0}
 
 
 def test_a_timeout_ends_only_its_cell(four: Notebook, end: Path) -> None:
     """`--timeout` of a cell counts beside a job, and stops the ranks of the cell alone."""
     begin(four, "0", end)
-    late = four.run("%%distributed -r 1-3 --timeout 0.3\nimport time\ntime.sleep(600)")
-    assert late.error.startswith("CellTimeout: ")
+    timed_out = four.run("%%distributed -r 1-3 --timeout 0.3\nimport time\ntime.sleep(600)")
+    assert timed_out.error.startswith("CellTimeout: ")
     assert done(four) is False
     assert four.run("%%distributed -r 1-3\npass").errors == []
     end.touch()
@@ -211,7 +211,7 @@ def test_a_timeout_ends_only_its_cell(four: Notebook, end: Path) -> None:
 
 
 def test_a_death_ends_only_its_own_task(four: Notebook, end: Path) -> None:
-    """The job of another rank goes on; the dead rank is replaced once the job has ended."""
+    """A job on another rank goes on; the dead rank is replaced once the job has ended."""
     assert four.run("%%distributed\nown = rank + 1").errors == []
     begin(four, "0", end, "own = 50")
     killed = four.run("%%distributed -r 1-3\nimport os\nif rank == 2: os.kill(os.getpid(), 9)")
@@ -230,7 +230,7 @@ def test_a_death_ends_only_its_own_task(four: Notebook, end: Path) -> None:
 
 
 def test_the_death_of_the_jobs_rank_leaves_the_cell_alone(four: Notebook, end: Path) -> None:
-    """A cell goes on while the rank of a job dies; the job's error says how."""
+    """A cell goes on while the rank of a job dies; the job's error names the rank."""
     begin(four, "0", end)
     pid = int(four.value("__import__('nbdist').current_world().pids[0]"))
     cell = f"import os, time\nif rank == 1: os.kill({pid}, 9)\ntime.sleep(1)\nrank"
@@ -242,7 +242,7 @@ def test_the_death_of_the_jobs_rank_leaves_the_cell_alone(four: Notebook, end: P
 
 
 def test_cells_that_meet_in_a_collective_are_named(four: Notebook, end: Path) -> None:
-    """A job and a cell that both call a collective of all ranks are told so: values were mixed."""
+    """A line says that a job and a cell have met in a collective and may have exchanged values."""
     assert four.run("%%distributed\nimport torch, torch.distributed as dist").errors == []
     begin(four, "0", end, "x = torch.ones(1)\ndist.all_reduce(x)\nx.item()")
     cell = f"import pathlib\nx = torch.ones(1)\npathlib.Path({str(end)!r}).touch()\n"
@@ -269,7 +269,7 @@ def test_an_outside_kill_of_a_free_rank_is_seen_by_later_cells(four: Notebook, e
 
 
 def test_a_restart_loses_all_jobs(four: Notebook, tmp_path: Path) -> None:
-    """`%dist_restart` ends each job with JobLost; `-r` of a job's rank ends that job alone."""
+    """`%dist_restart` ends each job with JobLost; `-r` is refused while other ranks run jobs."""
     begin(four, "0", tmp_path / "a")
     begin(four, "1", tmp_path / "b", name="b")
     busy = four.run("%dist_restart -r 2").error
@@ -291,14 +291,14 @@ def test_many_jobs_alternate_between_ranks(four: Notebook, tmp_path: Path) -> No
         beside = four.run(f"%%distributed -r {other} -o b\n{number} * 100 + rank")
         assert beside.errors == []
         assert four.value("[*b.items()]") == [(other, number * 100 + other)]
-    taken = four.value("[[*job.result().items()] for job in results]")
-    assert taken == [[(number % 4, number)] for number in range(12)]
+    values = four.value("[[*job.result().items()] for job in results]")
+    assert values == [[(number % 4, number)] for number in range(12)]
 
 
 def test_a_restarted_rank_does_not_get_what_a_busy_rank_may_have_changed(
     four: Notebook, end: Path
 ) -> None:
-    """The rank lacks the variable, and a line says so, instead of an older value than the others'.
+    """A restarted rank gets no value that may be outdated; a line says that it lacks the variable.
 
     The ranks that may have changed the variable run a job, so they cannot be asked.
     """
@@ -335,8 +335,8 @@ def test_cells_run_beside_a_rank_that_has_not_stopped(four: Notebook, end: Path)
     assert four.value("dict(a.result().items())") == {0: 7}
     assert waits not in "".join(beside.drawn)
     stopped = four.run("%%distributed -r 1\nnever = 1", four.stop_at(waits))
-    said = "KeyboardInterrupt: Stopped. This cell has not run; rank 1 was interrupted again."
-    assert stopped.error == said
+    expected = "KeyboardInterrupt: Stopped. This cell has not run; rank 1 was interrupted again."
+    assert stopped.error == expected
     wait_until(lambda: was_stopped(2), "rank 1 was interrupted again")
     press_early = four.run(
         "import signal\n"
@@ -348,7 +348,7 @@ def test_cells_run_beside_a_rank_that_has_not_stopped(four: Notebook, end: Path)
         "get_ipython().display_pub.register_hook(press)"
     )
     assert press_early.errors == []
-    assert four.run("%%distributed -r 1\nnever = 1").error == said
+    assert four.run("%%distributed -r 1\nnever = 1").error == expected
     wait_until(lambda: was_stopped(3), "rank 1 was interrupted once more")
     end.touch()
     assert four.run("%%distributed -r 1 -o found\n'never' in globals(), stops").errors == []
@@ -357,13 +357,13 @@ def test_cells_run_beside_a_rank_that_has_not_stopped(four: Notebook, end: Path)
 
 def test_widgets_of_a_job_are_below_the_cell_of_the_job(four: Notebook, tmp_path: Path) -> None:
     """A widget that a job shows while another cell runs does not appear below that cell."""
-    ends = {name: tmp_path / name for name in "ab"}
-    begin(four, "0", ends["a"], "import ipywidgets\ndisplay(ipywidgets.IntProgress())")
+    files = {name: tmp_path / name for name in "ab"}
+    begin(four, "0", files["a"], "import ipywidgets\ndisplay(ipywidgets.IntProgress())")
     four.run(
-        f"import pathlib\na.add_done_callback(lambda _: pathlib.Path({str(ends['b'])!r}).touch())"
+        f"import pathlib\na.add_done_callback(lambda _: pathlib.Path({str(files['b'])!r}).touch())"
     )
-    first = f"print('own', rank)\nopen({str(ends['a'])!r}, 'w').close()\n"
-    ran = four.run(f"%%distributed -r 1\n{first}{WAITS.format(file=str(ends['b']))}")
+    first = f"print('own', rank)\nopen({str(files['a'])!r}, 'w').close()\n"
+    ran = four.run(f"%%distributed -r 1\n{first}{WAITS.format(file=str(files['b']))}")
     assert ran.errors == []
     assert "own 1" in ran.seen
     assert done(four) is True
@@ -395,7 +395,7 @@ def test_an_error_says_what_the_policy_will_do(
 
 
 def test_a_failed_cell_keeps_its_own_result(four: Notebook, end: Path) -> None:
-    """A job's callback sends another cell meanwhile; `-o` has the values of the failed cell."""
+    """`-o` has the failed cell's values, although a job's callback has sent a cell meanwhile."""
     begin(four, "0", end)
     send = "get_ipython().run_cell_magic('distributed', '-r 0', 'other = 9\\nother')"
     assert four.run(f"a.add_done_callback(lambda job: {send})").errors == []

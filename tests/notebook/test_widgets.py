@@ -37,7 +37,7 @@ class Page:
         self.updates: list[dict[str, Any]] = []
 
     def send(self, name: str, kind: str = "comm_msg", **data: Any) -> None:
-        """Send a message on the comm of this id to the kernel."""
+        """Send a message to the kernel on the comm with the id `name`."""
         content = {"comm_id": name, "data": data, "target_name": "jupyter.widget.control"}
         channel = self._client.shell_channel
         channel.send(self._client.session.msg(kind, content, metadata={"version": "1.0.0"}))
@@ -50,7 +50,7 @@ class Page:
             with suppress(Empty):
                 self._client.get_iopub_msg(timeout=0.2)
 
-    def take(self, message: dict[str, Any]) -> None:
+    def apply(self, message: dict[str, Any]) -> None:
         """Apply a message of the kernel to the page."""
         content, kind = message["content"], message["msg_type"]
         name, data = content.get("comm_id", ""), content.get("data") or {}
@@ -77,13 +77,13 @@ class Page:
 @pytest.fixture
 def page(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> Page:
     """A page that receives all messages of the notebook's kernel from now on."""
-    page, hear = Page(notebook), notebook.client.get_iopub_msg
+    page, receive = Page(notebook), notebook.client.get_iopub_msg
 
-    def heard(**options: Any) -> Any:
-        page.take(message := hear(**options))
+    def receive_and_apply(**options: Any) -> Any:
+        page.apply(message := receive(**options))
         return message
 
-    monkeypatch.setattr(notebook.client, "get_iopub_msg", heard)
+    monkeypatch.setattr(notebook.client, "get_iopub_msg", receive_and_apply)
     return page
 
 
@@ -129,7 +129,7 @@ def move(page: Page, models: list[str], *values: int) -> None:
 
 
 def test_a_slider_can_be_moved_while_no_cell_runs(notebook: Notebook, page: Page) -> None:
-    """The rank has the value, its callback's output is shown, and a new page gets the widgets."""
+    """The rank gets the value, its callback's output is shown, and a new page gets the widgets."""
     outcome = notebook.run(SLIDER)
     texts = [each["data"]["text/plain"] for each in outcome.displays[1:]]
     assert texts == ["rank 0", "IntSlider(value=0)", "rank 1", "IntSlider(value=1)"]
@@ -188,7 +188,7 @@ slider"""
 
 
 def test_stop_ends_a_widgets_callback(notebook: Notebook, page: Page, tmp_path: Path) -> None:
-    """The rank works on after a Stop in a widget's callback, and after an `exit()` there."""
+    """Ranks can run cells after a Stop in a widget's callback, and after `exit()` in a callback."""
     notebook.run(f"%%distributed\nfolder = {str(tmp_path)!r}")
     shown = models(notebook.run(LOOPS))
     press(page, shown, 5, 6)
@@ -201,15 +201,15 @@ def test_stop_ends_a_widgets_callback(notebook: Notebook, page: Page, tmp_path: 
 
 
 def test_a_widget_moves_while_its_cell_runs(notebook: Notebook, page: Page, tmp_path: Path) -> None:
-    """The page shows a widget while its cell still runs: this cell waits for that."""
+    """A page shows a widget while the widget's cell runs: this cell ends only after that."""
     end = tmp_path / "end"
 
-    def look(outcome: Outcome) -> None:
+    def end_once_shown(outcome: Outcome) -> None:
         if len(models(outcome)) == 2:
             end.touch()
 
     cell = f"%%distributed\nimport ipywidgets, pathlib, time\n{UNTIL.format(end=str(end))}"
-    outcome = notebook.run(cell, meanwhile=look)
+    outcome = notebook.run(cell, meanwhile=end_once_shown)
     assert [each["data"]["text/plain"] for each in outcome.displays[1::2]] == ["rank 0", "rank 1"]
     assert [page.states[name]["value"] for name in models(outcome)] == [5, 5]
 

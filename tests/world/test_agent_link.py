@@ -60,7 +60,7 @@ def events() -> Iterator[EventQueue]:
 def test_events_that_can_come_between_cells_wake_the_event_loop(
     events: EventQueue, event: LinkEvent, *, can_come: bool
 ) -> None:
-    """Deaths, late output and the agent's end wake the loop; with `signals_all` all events do."""
+    """Events that must be handled between cells wake the event loop; with `signals_all` all do."""
     signal = events.idle_signal
     events.add(event)
     assert is_readable(signal.fileno()) is can_come
@@ -72,7 +72,7 @@ def test_events_that_can_come_between_cells_wake_the_event_loop(
 
 
 def test_a_wait_ends_at_an_event_and_at_a_wake(events: EventQueue) -> None:
-    """`wait` ends at once if an event is there or `wake` was called, else at its timeout."""
+    """`wait` returns at once if an event waits or `wake` was called, else at its timeout."""
     begun = time.monotonic()
     events.wake()
     events.wait(SOON)
@@ -84,7 +84,7 @@ def test_a_wait_ends_at_an_event_and_at_a_wake(events: EventQueue) -> None:
     assert time.monotonic() - begun < SOON
     events.waiting.popleft()
     begun = time.monotonic()
-    events.wait(0.05)  # what the event and `wake` left behind does not end this wait
+    events.wait(0.05)  # wake-ups by the earlier event and `wake` do not end this wait
     assert time.monotonic() - begun >= 0.05
 
 
@@ -110,7 +110,7 @@ def test_a_reply_reaches_the_caller_of_its_request() -> None:
 
 
 class Peer:
-    """The agent's end of a link's socket; `process` becomes readable when the agent has ended."""
+    """Plays an agent at a link's socket; after `process.wake()` the agent counts as ended."""
 
     def __init__(self, link_socket: LinkSocket) -> None:
         self.link_socket = link_socket
@@ -121,11 +121,11 @@ class Peer:
         self.socket.connect(link_socket.address)
 
     def wait(self) -> bool:
-        """Let the link's thread, which is this thread, wait; return True if the agent has ended."""
+        """Wait as the link's thread does, in this thread; return True if the agent has ended."""
         return self.link_socket.wait(self.process.fileno())
 
     def receive(self) -> Down:
-        """Let the link's thread, which is this thread, send; return the first message."""
+        """Send what waits, as the link's thread does; return the agent's next message."""
         self.link_socket.send_waiting()
         assert self.socket.poll(SOON * 1000)
         message: Down = unpack(self.socket.recv())
@@ -134,8 +134,8 @@ class Peer:
 
 @pytest.fixture
 def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
-    """An agent that is connected, because it has sent its first message."""
-    monkeypatch.chdir(tmp_path)  # the path of a socket must be short
+    """A `Peer` that has connected to the link's socket and sent its first message."""
+    monkeypatch.chdir(tmp_path)  # a socket's path must be short, so it is relative
     link_socket = LinkSocket("ipc://socket")
     peer = Peer(link_socket)
     peer.socket.send(pack(HELLO))
@@ -162,7 +162,10 @@ def test_a_wait_of_the_socket_ends_at_messages_and_at_the_end_of_the_agent(peer:
 
 
 def test_an_acknowledgement_waits_for_the_next_message(peer: Peer) -> None:
-    """It is sent once and wakes no thread, unless messages wait or the world can be detached."""
+    """A batch is acknowledged once, mostly together with the next message.
+
+    The thread is woken at once only if messages wait already, or if the world can be detached.
+    """
     link_socket, pipe = peer.link_socket, peer.link_socket._wake_pipe
     batch = BatchAcknowledged()
     for _ in range(2):

@@ -26,7 +26,7 @@ LONG_AGO = 1_600_000_000 * 10**9
 
 
 def write(folder: Path, files: dict[str, str | bytes]) -> None:
-    """Write files with a change time long ago."""
+    """Write files, and set the time of their last change to long ago."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,14 +35,14 @@ def write(folder: Path, files: dict[str, str | bytes]) -> None:
 
 
 def listed(folder: Path) -> set[str]:
-    """The paths of the files that are sent."""
+    """Return the paths of the files in a folder that are sent."""
     return {path for path, _ in code_sync._files_in(folder)}
 
 
 def test_only_python_files_are_sent_without_git(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python files of environments and hidden folders are not sent; links to files are."""
+    """Hidden folders and environments are left out, links are not; too many files are an error."""
     write(tmp_path, {"mine.py": "x = 1", "pkg/__init__.py": "", "pkg/deep/part.py": "y = 2"})
     write(tmp_path, {"config": "a: 1", "nb.ipynb": "", ".hidden/a.py": "", "venv/b.py": ""})
     write(tmp_path, {"__pycache__/c.py": "", "env/pyvenv.cfg": "", "env/d.py": ""})
@@ -61,9 +61,9 @@ def test_only_python_files_are_sent_without_git(
 def git(tmp_path: Path) -> Callable[..., str]:
     """A function that runs git in a new repository, and returns what git writes."""
 
-    def run(*words: str, said: str = "") -> str:
+    def run(*words: str, stdin: str = "") -> str:
         command = ["git", "-C", str(tmp_path), "-c", "core.fsmonitor=false", *words]
-        return subprocess.check_output(command, input=said, text=True).strip()
+        return subprocess.check_output(command, input=stdin, text=True).strip()
 
     try:
         run("init", "-q")
@@ -78,8 +78,8 @@ def test_a_look_runs_no_program_of_a_repository(tmp_path: Path, git: Callable[..
     hook = tmp_path / "hooks" / "post-index-change"
     write(tmp_path, {"a.py": "1", "hooks/post-index-change": f"#!/bin/sh\ntouch {ran}-hook\n"})
     hook.chmod(0o700)
-    # The blob of an ignore file that is not checked out would be fetched to be read.
-    ignore = git("hash-object", "-w", "--stdin", said="*.log\n")
+    # To read an ignore file that is not checked out, git would fetch the file's blob.
+    ignore = git("hash-object", "-w", "--stdin", stdin="*.log\n")
     git("update-index", "--add", "--cacheinfo", f"100644,{ignore},.gitignore")
     git("update-index", "--skip-worktree", ".gitignore")
     (tmp_path / ".git" / "objects" / ignore[:2] / ignore[2:]).unlink()
@@ -101,7 +101,7 @@ def test_a_look_runs_no_program_of_a_repository(tmp_path: Path, git: Callable[..
 
 
 def test_files_that_git_ignores_are_not_sent(tmp_path: Path, git: Callable[..., str]) -> None:
-    """New files and files of submodules are sent; notebooks and Python's caches are not."""
+    """Untracked files and files of submodules are sent; notebooks and Python's caches are not."""
     write(tmp_path, {"a.py": "1", "local.py": "2", "out/x": "3", "data.csv": "4", "nb.ipynb": ""})
     write(tmp_path, {"__pycache__/a.pyc": "", "sub/b.py": "", "sub/.gitignore": "*.log"})
     write(tmp_path, {"sub/c.log": "", "removed.py": ""})
@@ -122,7 +122,7 @@ def test_files_that_git_ignores_are_not_sent(tmp_path: Path, git: Callable[..., 
 
 
 def test_a_missing_module_gets_a_hint(tmp_path: Path) -> None:
-    """The hint says where the notebook has a module, and what brings the module to the node."""
+    """The hint says where the notebook has the module or file, and how a node gets it."""
     folder, other, installed = (tmp_path / name for name in ("nb", "src", "python3/site-packages"))
     files = (folder / "mine.py", folder / "pkg" / "__init__.py", folder / "pkg" / "part.py")
     for file in (*files, other / "own.py", installed / "package" / "__init__.py"):
@@ -130,7 +130,7 @@ def test_a_missing_module_gets_a_hint(tmp_path: Path) -> None:
         file.touch()
     path = ["", str(other), str(installed)]
     where = "is in the notebook's folder, which b does not have: `--sync-code` sends it."
-    for missing, said in (
+    for missing, hint in (
         ("'mine'", f"`mine.py` {where}"),
         ("'pkg.part'; 'pkg' is not a package", f"`pkg/part.py` {where}"),
         ("'pkg'", f"`pkg/__init__.py` {where}"),
@@ -138,7 +138,7 @@ def test_a_missing_module_gets_a_hint(tmp_path: Path) -> None:
         ("'package.sub'", "`package` is installed on the notebook's machine, but not on b."),
         ("'nowhere_at_all'", ""),
     ):
-        assert missing_text(f"No module named {missing}", "b", folder, path, None) == said
+        assert missing_text(f"No module named {missing}", "b", folder, path, None) == hint
     assert missing_text("invalid literal", "b", folder, path, None) == ""
     # A missing file gets a hint only with `--sync-code`.
     (folder / "config.yaml").touch()
@@ -146,12 +146,12 @@ def test_a_missing_module_gets_a_hint(tmp_path: Path) -> None:
     (tmp_path / "data.csv").touch()
     assert missing_text(no_file, "b", folder, path, None) == ""
     code = CodeSync(folder)
-    list(code.send_changes(taken))
+    list(code.send_changes(has_all_files))
     assert missing_text("No module named 'mine'", "b", folder, path, code) == ""
     assert missing_text(no_file.replace("config", "none"), "b", folder, path, code) == ""
     for elsewhere in ("../data.csv", "./config.yaml"):
-        said = no_file.replace("config.yaml", elsewhere)
-        assert missing_text(said, "b", folder, path, code) == ""
+        message = no_file.replace("config.yaml", elsewhere)
+        assert missing_text(message, "b", folder, path, code) == ""
     assert missing_text(no_file, "b", folder, path, code) == (
         "`config.yaml` is in the notebook's folder, but `--sync-code` leaves it out: it sends what "
         "git does not ignore, and without git Python files only. `git add -f config.yaml`, after "
@@ -159,7 +159,7 @@ def test_a_missing_module_gets_a_hint(tmp_path: Path) -> None:
     )
 
 
-def taken(request: GetCode | PutCode, _: float) -> Generator[None, None, CodeHeld]:
+def has_all_files(request: GetCode | PutCode, _: float) -> Generator[None, None, CodeHeld]:
     """Answer as a node that has all files."""
     return CodeHeld("b", is_here=True)
     yield
@@ -178,7 +178,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_shared_folder_is_not_sent(folder: Path) -> None:
-    """Workers on the notebook's machine use the folder itself, and import edited modules anew."""
+    """Workers on the notebook's machine use the folder itself, and import edited modules again."""
     with World(1, log_dir="", sync_code=True) as world:
         world.execute("import os, mine")
         assert world.gather("(os.getcwd(), mine.answer())") == [(str(folder), 1)]
@@ -186,7 +186,7 @@ def test_a_shared_folder_is_not_sent(folder: Path) -> None:
         (folder / "mine.py").write_text("def answer():\n    return 22\n")
         assert world.gather("mine.answer()") == [22]
         (folder / "mine.py").write_text("def answer(:\n")
-        assert world.gather("mine.answer()") == [22]  # the old module: the new text is no Python
+        assert world.gather("mine.answer()") == [22]  # the edited module is not valid Python
 
 
 @pytest.fixture
@@ -202,20 +202,20 @@ def node(
 
 def bring(code: CodeSync, node: CodeFolder) -> int:
     """Send the changes to the node; return how many messages were needed."""
-    asked: list[GetCode | PutCode] = []
+    requests: list[GetCode | PutCode] = []
 
-    def asks(request: GetCode | PutCode, _: float) -> Generator[None, None, CodeHeld]:
-        asked.append(request)
+    def ask_node(request: GetCode | PutCode, _: float) -> Generator[None, None, CodeHeld]:
+        requests.append(request)
         is_get = isinstance(request, GetCode)
         return node.answer(request._replace(landmark=None) if is_get else request)
         yield
 
-    list(code.send_changes(asks))
-    return len(asked)
+    list(code.send_changes(ask_node))
+    return len(requests)
 
 
 def test_each_kind_of_change_is_sent(folder: Path, node: CodeFolder) -> None:
-    """New, edited, renamed and removed files are sent, also of equal size and in new folders.
+    """A new, edited, renamed or removed file is noticed, also with equal size or in a new folder.
 
     Without a change no node is asked; after `forget` nodes are asked again.
     """
@@ -237,7 +237,7 @@ def test_each_kind_of_change_is_sent(folder: Path, node: CodeFolder) -> None:
         assert {*node.path.rglob("*.py")} == {node.path / path for path in listed(folder)}
         (folder / "new").mkdir(exist_ok=True)  # an empty folder is no change
     assert (node.path / "mine.py").read_text() == "x = 2"
-    (folder / "d.py").touch()  # the times may hide a second change soon after
+    (folder / "d.py").touch()  # a second change soon after may keep the times
     assert [bring(code, node), bring(code, node)] == [1, 1]
     code.forget()
     assert bring(code, node) == 1
@@ -246,7 +246,7 @@ def test_each_kind_of_change_is_sent(folder: Path, node: CodeFolder) -> None:
 def test_a_file_that_had_just_changed_is_compared_once_more(
     folder: Path, node: CodeFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The times of a fresh file may hide a second change, however late the next cell runs."""
+    """A second change may keep the file's times, so one comparison follows, even a minute later."""
     code, now = CodeSync(folder), time.time_ns()
     (folder / "mine.py").touch()
     assert bring(code, node) == 2
@@ -262,9 +262,9 @@ def test_the_error_says_why_files_were_not_sent(
     code = CodeSync(folder)
     with monkeypatch.context() as patched:
         patched.setattr(code_sync, "MAX_SYNC_BYTES", 8 << 10)
-        with pytest.raises(CodeNotSent) as found:
+        with pytest.raises(CodeNotSent) as caught:
             bring(code, node)
-    assert str(found.value) == (
+    assert str(caught.value) == (
         "`--sync-code` could not bring the notebook's folder: its files have 10 KiB, and at most "
         "8 KiB are sent; the largest are 4.py (4 KiB), 3.py (3 KiB), 2.py (2 KiB). Add what ranks "
         "do not need to .gitignore, after `git rm --cached FILE` if git tracks it, or move it to "

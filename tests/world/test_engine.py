@@ -19,7 +19,7 @@ from nbdist.world.states import WorldState
 
 
 def test_replaced_ranks_are_returned_once() -> None:
-    """Replaced ranks are returned with their deaths, without ranks that the world lacks now."""
+    """The deaths of replaced ranks are returned once; the ranks lack names that tasks had bound."""
     engine = Engine(WorldConfig(n=2, log_dir=""))
     table = engine.rank_table
     engine.names.record_finished(1, Done("ok", 0.0, frozenset("x")), NOTHING_SENT)
@@ -32,7 +32,7 @@ def test_replaced_ranks_are_returned_once() -> None:
 
 
 def test_changes_are_combined_until_the_group_is_whole() -> None:
-    """All changes by several attempts to form the group count, also those of a failed attempt.
+    """The changes of all attempts to form the group are combined, also those of a failed attempt.
 
     The deaths of replaced ranks follow the ranks' new numbers.
     """
@@ -43,7 +43,7 @@ def test_changes_are_combined_until_the_group_is_whole() -> None:
     engine.apply_healed(Healed(WorldFacts(spec, {0: 1}), Renumbering.none(4), died))
     two = WorldFacts(replace(spec, world_size=2), is_whole=False, problem="no", dead=died)
     shrunk = Healed(two, Renumbering(4, 2, {0: 0, 3: 1}))
-    for _ in range(2):  # Stop may come after the message was applied, and before it was removed
+    for _ in range(2):  # after Stop, a message that was applied can be applied once more
         engine.apply_healed(shrunk)
     assert (engine.size, table.problem, table.dead) == (2, "no", died)
     three = WorldFacts(replace(spec, world_size=3), joined=("node3",))
@@ -56,25 +56,25 @@ def test_changes_are_combined_until_the_group_is_whole() -> None:
 
 
 def test_facts_are_known_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of workers, layout, group and launcher are known before the start."""
-    there = Engine(WorldConfig(layout="2x2", log_dir=""))
-    table = there.rank_table
-    assert (there.state, there.size, table.layout) == (WorldState.STOPPED, 4, "2x2")
+    """The number of workers, layout, backend and launcher are known before the start."""
+    engine = Engine(WorldConfig(layout="2x2", log_dir=""))
+    table = engine.rank_table
+    assert (engine.state, engine.size, table.layout) == (WorldState.STOPPED, 4, "2x2")
     assert (table.everyone, table.backend) == ((0, 1, 2, 3), "gloo")
-    assert there.task_table.is_idle
-    assert there.resolve("3") == 3
+    assert engine.task_table.is_idle
+    assert engine.resolve("3") == 3
     with pytest.raises(WorldNotStarted):
-        _ = there.connection.link
+        _ = engine.connection.link
     assert Engine(WorldConfig(1, backend="none", log_dir="")).rank_table.backend == "none"
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    there = Engine(WorldConfig(2, log_dir=""))
-    state = handover_state(there.config, there.config.patience, {})
+    engine = Engine(WorldConfig(2, log_dir=""))
+    state = handover_state(engine.config, engine.config.patience, {})
     monkeypatch.delenv("SLURM_JOB_ID")
     assert state.config.launcher_name == "slurm"
 
 
 def test_the_repr_says_what_a_world_is_doing() -> None:
-    """The repr of a world, of its engine and of the tables name size, state, and who has died."""
+    """The reprs of an engine, its tables and its connection say size, state, pids and deaths."""
     engine = Engine(WorldConfig(n=2, log_dir=""))
     assert repr(engine) == "<Engine 2 ranks, stopped>"
     engine.rank_table.pids, engine.rank_table.dead = {0: 7, 1: 8}, {1: Died(-9, 0)}
@@ -84,13 +84,13 @@ def test_the_repr_says_what_a_world_is_doing() -> None:
 
 
 def test_a_renumbering_is_returned_once() -> None:
-    """The new numbers of ranks are returned once, and the new size stays."""
-    there = Engine(WorldConfig(layout="2x1", log_dir=""))
-    table = there.rank_table
+    """The new numbers of ranks are returned once, and a restart keeps the new size."""
+    engine = Engine(WorldConfig(layout="2x1", log_dir=""))
+    table = engine.rank_table
     table.pids = {0: 100, 1: 101}
     spec = replace(table.spec, world_size=1, slots=(Position(1, 0),))
     facts = WorldFacts(spec, {0: 101}, {0: ""})
-    there.apply_healed(Healed(facts, Renumbering(2, 1, {1: 0})))
-    assert (there.size, table.pids) == (1, {0: 101})
+    engine.apply_healed(Healed(facts, Renumbering(2, 1, {1: 0})))
+    assert (engine.size, table.pids) == (1, {0: 101})
     assert [table.pop_renumbering(), table.pop_renumbering()] == [{1: 0}, {}]
-    assert Engine(there.config).size == 1  # after a restart, too
+    assert Engine(engine.config).size == 1  # a restart uses this config

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of `World` and `CellResult` run, and give what they say."""
+"""Tests that the examples in the docstrings of `World` and `CellResult` give what they say."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 @pytest.fixture
 def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """The variables of all examples: a world of four ranks, and what the examples use."""
+    """The variables that all examples share: a world of four ranks, modules and functions."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
 
     monkeypatch.chdir(tmp_path)
@@ -50,20 +50,20 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 
 
 def example_of(function: Callable[..., object]) -> str:
-    """Return the indented lines after the first line of a docstring or after a paragraph."""
+    """Return the first indented block of a function's docstring, without its indentation."""
     text = inspect.getdoc(function) or ""
     match = re.search(r"\n\n((?: {4}.*\n)+)", text)
     return textwrap.dedent(match[1]) if match else ""
 
 
 def value_in_comment(line: str) -> str | None:
-    """Return the value that a comment gives: `6` of `result[1]  # 6: on rank 1`; None without."""
+    """Return the `repr` of the value in a line's comment, 6 in `x[1]  # 6: on rank 1`, or None."""
     for token in tokenize.generate_tokens(io.StringIO(line).readline):
         if token.type == tokenize.COMMENT:
             text = token.string.removeprefix("# ").partition(": ")[0]
             try:
                 return repr(ast.literal_eval(text))
-            except (SyntaxError, ValueError):  # it is a remark
+            except (SyntaxError, ValueError):  # the comment gives no value
                 return None
     return None
 
@@ -79,12 +79,12 @@ def test_examples_give_what_they_say(names: dict[str, Any]) -> None:
             except SyntaxError:
                 exec(line, names)
                 continue
-            value, said = eval(code, names), value_in_comment(line)
-            assert said is None or repr(value) == said, line
+            value, expected = eval(code, names), value_in_comment(line)
+            assert expected is None or repr(value) == expected, line
 
 
 def test_values_are_joined_in_the_documented_shapes(names: dict[str, Any]) -> None:
-    """`gather` joins values of shape (2, 3) on four ranks in the shapes of its docstring."""
+    """`gather` joins four ranks' values of shape (2, 3) to the shapes that its docstring names."""
     world: World = names["world"]
     world.execute("even = torch.zeros(2, 3)")
     text = inspect.getdoc(World.gather) or ""

@@ -1,4 +1,4 @@
-"""Tests of `ItemQueue`: how items are shared among ranks, and what becomes of lost ones."""
+"""Tests of `ItemQueue`: how ranks share the items, and what becomes of items of dead ranks."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def make_queue(number: int, ranks: int = 4, *, returns_errors: bool = False) -> 
 
 
 def outcomes(reply: InputReply) -> tuple[ItemOutcome, ...]:
-    """Return the outcomes of a function that returns its item."""
-    found = []
+    """Return the outcomes of the reply's items for a function that returns its item."""
+    results = []
     for index, payload in reply.items:
         value = unpickle(open_payload(payload), {})
-        found.append(ItemOutcome(index, pack_frames(frames_of(value, {}))[0]))
-    return tuple(found)
+        results.append(ItemOutcome(index, pack_frames(frames_of(value, {}))[0]))
+    return tuple(results)
 
 
 def test_short_items_come_several_at_a_time_and_long_items_one_by_one() -> None:
-    """Answers grow while items are short, never faster than `GROWTH`, and end with single items."""
+    """Answers with short items grow at most by the factor `GROWTH`; the last one has one item."""
     queue = make_queue(1000, 1)
     now, sizes, reply = 0.0, [], queue.answer(0, ItemsWanted(1), 0.0)
     while reply.text is not None:
@@ -50,7 +50,7 @@ def test_short_items_come_several_at_a_time_and_long_items_one_by_one() -> None:
 
 
 def test_each_item_is_done_once_whatever_ranks_do() -> None:
-    """In 200 random maps with deaths, pauses and any pace, each item has exactly one result."""
+    """In 200 random maps with deaths and pauses, each item gets one result or is given up once."""
     for seed in range(200):
         chance = random.Random(seed)
         number, ranks = chance.randrange(60), chance.randrange(1, 6)
@@ -89,7 +89,7 @@ def test_an_item_with_which_two_ranks_died_is_given_up() -> None:
 
 
 def test_a_rank_that_sends_early_keeps_its_other_items() -> None:
-    """A rank with big results sends some before it has done all its items, and gets no more."""
+    """A rank that sends results before it has done all its items gets no new items until then."""
     queue = make_queue(100, 1)
     reply = queue.answer(0, ItemsWanted(1), 0.0)
     while len(reply.items) < 3:

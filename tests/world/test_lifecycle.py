@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.lifecycle`: the start and end of worlds, and the notebook's changes."""
+"""Tests of `nbdist.world.lifecycle`: starts, ends, and how ranks follow the notebook's changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.shared_world(2)
 
 @pytest.fixture
 def new_children() -> Callable[[], list[psutil.Process]]:
-    """A function that lists the living processes which were started since the test began.
+    """A function that lists this process's descendants that were started since the test began.
 
     A forked worker is listed for a moment after its end, until the fork server reaps the worker.
     """
@@ -56,9 +56,9 @@ def test_a_failed_start_says_which_rank_and_why(
     error = caught.value
     assert (error.rank in (0, 1), error.host) == (True, os.uname().nodename)
     assert "-m nbdist.worker" in error.command
-    (said,) = error.log_lines
-    assert said.startswith("GLOO_SOCKET_IFNAME=nowhere0: this network interface does not exist. ")
-    assert said.endswith("; without the variable workers use lo.")
+    (line,) = error.log_lines
+    assert line.startswith("GLOO_SOCKET_IFNAME=nowhere0: this network interface does not exist. ")
+    assert line.endswith("; without the variable workers use lo.")
     first = str(error).splitlines()[0]
     assert first.startswith(f"rank {error.rank} on {error.host} could not start: ")
     assert "it exited with code 1." in first
@@ -75,22 +75,22 @@ def test_a_failed_start_says_which_rank_and_why(
 def test_an_unusable_gpu_fails_the_start_in_one_line(
     monkeypatch: pytest.MonkeyPatch, new_children: Callable[[], list[psutil.Process]]
 ) -> None:
-    """The line says which GPU of which machine torch cannot use, and the remedy."""
+    """The error is one line: which GPU of which machine torch cannot use, and the remedy."""
     if torch.accelerator.is_available():
-        pytest.skip("torch can use one here")
+        pytest.skip("torch can use a GPU here")
     monkeypatch.setattr(topology, "installed_gpus", lambda: 1)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(StartError) as caught:
         World(2, log_dir="", share_gpus=True).start()
     wait_until(lambda: not new_children(), "no process is left")
-    (said,) = str(caught.value).splitlines()
-    assert said.startswith(f"the workers could not start: GPU 0 of {os.uname().nodename}: ")
-    assert said.endswith("; `--env CUDA_VISIBLE_DEVICES=` uses the CPU.")
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"the workers could not start: GPU 0 of {os.uname().nodename}: ")
+    assert line.endswith("; `--env CUDA_VISIBLE_DEVICES=` uses the CPU.")
 
 
 @pytest.mark.own_agent
 def test_a_broken_torch_fails_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A torch that cannot be imported fails the start, with the end of its traceback."""
+    """If torch cannot be imported, the start fails with the end of the import's traceback."""
     (tmp_path / "torch.py").write_text("raise ImportError('broken on purpose')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -103,7 +103,7 @@ def test_a_broken_torch_fails_the_start(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 @pytest.mark.own_agent
 def test_variables_are_kept_over_restarts_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The restart that succeeds gives the variables to its workers; a later one does not."""
+    """The first restart that succeeds binds what failed restarts kept; later restarts do not."""
     with World(2, log_dir="") as world:
         world.execute("step, other = [rank, 7], 1")
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
@@ -127,7 +127,7 @@ def test_variables_are_kept_over_restarts_that_fail(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.own_agent
 def test_variables_are_kept_if_a_setup_cell_ends_all_workers(tmp_path: Path) -> None:
-    """With `on_failure="stop"` the error of the set-up cell is raised; the next restart binds."""
+    """If a set-up cell ends all workers in a restart, the next restart binds the kept variables."""
     fatal = tmp_path / "fatal"
     with World(2, log_dir="", on_failure="stop") as world:
         world.execute(f"import os\nif rank == 1 and os.path.exists({str(fatal)!r}): os._exit(3)",
@@ -157,7 +157,7 @@ def test_stop_ends_a_start_in_progress(new_children: Callable[[], list[psutil.Pr
 
 @pytest.mark.world
 def test_a_restart_follows_an_interrupted_restart() -> None:
-    """After Stop in a restart the next one ends the old workers, and keeps what was to be kept."""
+    """The next restart ends the old workers, and keeps the variables of the interrupted restart."""
     with World(1, log_dir="") as world:
         world.execute("import atexit, time; atexit.register(time.sleep, 60); step = 5")
         before = dict(world.pids)
@@ -187,7 +187,7 @@ def test_an_interrupted_restart_keeps_the_old_options() -> None:
 
 @pytest.mark.world
 def test_an_unread_death_blocks_no_restart() -> None:
-    """A death that was unread at an interrupted restart blocks neither status nor a new restart."""
+    """A death that an interrupted restart has left unhandled blocks no status and no restart."""
     with World(2, backend="none", log_dir="") as world:
         world.execute("import atexit, time; atexit.register(time.sleep, 60)", ranks=[0])
         os.kill(world.pids[1], signal.SIGKILL)
@@ -202,7 +202,7 @@ def test_an_unread_death_blocks_no_restart() -> None:
 
 
 def test_unread_reports_do_not_count_for_new_workers(new_world: NewWorld) -> None:
-    """Reports of old workers, unread at a restart, give new workers no name, output or death."""
+    """A restart drops unhandled reports of old workers: no name, output or death is recorded."""
     source = """
 import time
 for number in range(10):
@@ -235,7 +235,7 @@ if rank == 1:
 
 
 def test_local_world_listens_for_gloo_alone(new_world: NewWorld) -> None:
-    """Without a group nothing listens on TCP; gloo's own sockets do, on the loopback device."""
+    """Without a group no process listens on TCP; with gloo only gloo's sockets do, on loopback."""
     for backend, expected in (("none", set()), ("gloo", {"127.0.0.1"})):
         with new_world(2, backend=backend) as world:
             agent = psutil.Process(world.engine.connection.link.agent.pid)
@@ -248,11 +248,11 @@ def test_local_world_listens_for_gloo_alone(new_world: NewWorld) -> None:
 
 def connections_of(process: psutil.Process) -> list[Any]:
     """List a process's internet connections; psutil 6 renamed the method."""
-    ask = getattr(process, "net_connections", None) or process.connections
-    return list(ask("inet"))
+    method = getattr(process, "net_connections", None) or process.connections
+    return list(method("inet"))
 
 
-# --- the notebook's surroundings --------------------------------------------------------------
+# --- ranks follow the notebook's folder, path and environment -------------------------------------
 
 
 FOLDER, PATH = "__import__('os').getcwd()", "__import__('sys').path"
@@ -260,7 +260,7 @@ FOLDER, PATH = "__import__('os').getcwd()", "__import__('sys').path"
 
 @pytest.fixture
 def here(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
-    """The world, for tests whose changes of the notebook's surroundings are undone afterwards."""
+    """The shared world; changes of the notebook's folder, `sys.path` and environment are undone."""
     monkeypatch.chdir(os.getcwd())
     monkeypatch.setattr(sys, "path", [*sys.path])
     for name in ("NBT_A", "NBT_B", "NBT_TOKEN", "CUDA_VISIBLE_DEVICES", "PYTHONHASHSEED"):
@@ -268,16 +268,18 @@ def here(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
     return world
 
 
-def value(world: World, name: str) -> list[str | None]:
+def on_ranks(world: World, name: str) -> list[str | None]:
+    """Return the value of an environment variable on each rank."""
     return world.gather(f"__import__('os').environ.get({name!r})")
 
 
 CELLS = ("import os", "os.environ.update(NBT_A='1', NBT_TOKEN='', NBT_B='', RANK='0')",
          "%env CUDA_VISIBLE_DEVICES=7\n%env PYTHONHASHSEED=7")  # fmt: skip
-"""Cells of the notebook; a line about changed variables names only variables in cells."""
+"""The notebook's cells: a line about changed variables names only those that occur in cells."""
 
 
-def note(world: World) -> str:
+def pop_note(world: World) -> str:
+    """Run a cell, and return the line about variables that changed since the last call."""
     world.execute("pass")
     return world.engine.surroundings.pop_note(CELLS)
 
@@ -286,17 +288,17 @@ def test_ranks_follow_the_notebooks_folder(here: World, tmp_path: Path) -> None:
     """All ranks go to the notebook's new folder, also new ranks and a rank that was elsewhere."""
     os.chdir(tmp_path)
     assert here.gather(FOLDER) == [str(tmp_path)] * 2
-    here.engine.surroundings.pop_note(CELLS)  # pytest has variables of its own for each test
+    here.engine.surroundings.pop_note(CELLS)  # pytest sets a variable for each test
     here.execute("import os; os.chdir('/')", ranks=[1])
-    sys.path.append("/more")  # the folder is the same: the rank stays where it is
+    sys.path.append("/more")  # the notebook's folder has not changed: the rank stays in /
     assert here.gather(FOLDER) == [str(tmp_path), "/"]
     (tmp_path / "below").mkdir()
     os.chdir("below")
     (tmp_path / "below" / "where.py").write_text("import os; print(os.getcwd())")
-    ran = here.run_script("where.py")
-    assert ran.stdout[0] == ran.stdout[1] == f"{tmp_path / 'below'}\n"
-    said = f"this rank has left / for the notebook's folder {tmp_path / 'below'}\n"
-    assert (ran.stderr[0], ran.stderr[1]) == ("", said)
+    result = here.run_script("where.py")
+    assert result.stdout[0] == result.stdout[1] == f"{tmp_path / 'below'}\n"
+    line = f"this rank has left / for the notebook's folder {tmp_path / 'below'}\n"
+    assert (result.stderr[0], result.stderr[1]) == ("", line)
     assert here.gather(FOLDER) == [str(tmp_path / "below")] * 2
     here.replace([1])
     assert here.gather(FOLDER) == [str(tmp_path / "below")] * 2
@@ -322,26 +324,26 @@ def test_ranks_follow_the_notebooks_import_path(here: World, tmp_path: Path) -> 
 
 
 def test_ranks_follow_the_environment(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Changed variables reach all ranks, and a line names each change once, without values."""
-    note(here)
+    """Changed environment variables reach all ranks; a line names each once, without values."""
+    pop_note(here)
     os.environ["NBT_A"], os.environ["NBT_TOKEN"] = "1", "hidden"
     changed = "environment variables `NBT_A`, `NBT_TOKEN` changed in the notebook"
-    assert [note(here), note(here)] == [f"{changed}, and on the ranks too", ""]
-    assert value(here, "NBT_A") == ["1", "1"]
+    assert [pop_note(here), pop_note(here)] == [f"{changed}, and on the ranks too", ""]
+    assert on_ranks(here, "NBT_A") == ["1", "1"]
     here.execute("import os; os.environ['NBT_A'] = 'own'", ranks=[1])
     del os.environ["NBT_TOKEN"]
-    assert value(here, "NBT_TOKEN") == [None, None]
-    assert value(here, "NBT_A") == ["1", "own"]
-    note(here)
+    assert on_ranks(here, "NBT_TOKEN") == [None, None]
+    assert on_ranks(here, "NBT_A") == ["1", "own"]
+    pop_note(here)
     os.environ["NBT_A"] = "2"
-    assert value(here, "NBT_A") == ["2", "2"]
+    assert on_ranks(here, "NBT_A") == ["2", "2"]
     here.execute("os.environ['NBT_A'] = 'own'", ranks=[1])
     del os.environ["NBT_A"]
-    assert note(here).startswith("environment variable `NBT_A` changed")
-    assert value(here, "NBT_A") == [None, None]
+    assert pop_note(here).startswith("environment variable `NBT_A` changed")
+    assert on_ranks(here, "NBT_A") == [None, None]
     here.execute("os.environ['WANDB_SERVICE'] = 'own'", ranks=[1])
-    monkeypatch.setenv("WANDB_SERVICE", "1")  # a variable that a library sets in each process
-    assert value(here, "WANDB_SERVICE") == ["1", "own"]
+    monkeypatch.setenv("WANDB_SERVICE", "1")  # ranks keep what a library sets on import
+    assert on_ranks(here, "WANDB_SERVICE") == ["1", "own"]
 
 
 def test_start_variables_wait_for_a_restart(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,29 +351,29 @@ def test_start_variables_wait_for_a_restart(here: World, monkeypatch: pytest.Mon
 
     No line names variables that imports set, or variables such as RANK that nbdist sets.
     """
-    note(here)
+    pop_note(here)
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["PYTHONHASHSEED"] = "7"
-    said = note(here)
-    assert "`CUDA_VISIBLE_DEVICES`, `PYTHONHASHSEED` changed in the notebook after the" in said
-    assert said.endswith("`%dist_restart` gives it to them")
-    assert value(here, "CUDA_VISIBLE_DEVICES") == [None, None]
+    line = pop_note(here)
+    assert "`CUDA_VISIBLE_DEVICES`, `PYTHONHASHSEED` changed in the notebook after the" in line
+    assert line.endswith("`%dist_restart` gives it to them")
+    assert on_ranks(here, "CUDA_VISIBLE_DEVICES") == [None, None]
     for name in ("KMP_INIT_AT_FORK", "_RJEM_MALLOC_CONF", "TORCHINDUCTOR_CACHE_DIR", "RANK"):
         monkeypatch.setenv(name, "FALSE")
-    assert note(here) == ""
-    assert value(here, "KMP_INIT_AT_FORK") == ["FALSE", "FALSE"]
+    assert pop_note(here) == ""
+    assert on_ranks(here, "KMP_INIT_AT_FORK") == ["FALSE", "FALSE"]
 
 
 def test_other_machines_follow_copy_env(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Other machines follow only `--copy-env`; a line says how to set other variables."""
+    """Ranks on other machines get only variables of `--copy-env`; a line says how to set others."""
     monkeypatch.chdir(tmp_path)
     config = WorldConfig(n=2, hosts="node1", copy_env="NBT_A*", env={"NBT_C": "1"})
-    found = NotebookSurroundings(make_spec(config)[0])
-    assert found.now() is None
+    surroundings = NotebookSurroundings(make_spec(config)[0])
+    assert surroundings.now() is None
     for name in "ABC":
         monkeypatch.setenv(f"NBT_{name}", "2")
-    assert found.now() == Surroundings(str(tmp_path), str(tmp_path), None, {"NBT_A": "2"})
-    said = found.pop_note(CELLS)
-    assert "`NBT_A` changed in the notebook, and on the ranks too" in said
-    assert said.endswith("`%dist_restart --env NBT_B=...` gives it to them")
+    assert surroundings.now() == Surroundings(str(tmp_path), str(tmp_path), None, {"NBT_A": "2"})
+    line = surroundings.pop_note(CELLS)
+    assert "`NBT_A` changed in the notebook, and on the ranks too" in line
+    assert line.endswith("`%dist_restart --env NBT_B=...` gives it to them")
     spec = replace(make_spec(WorldConfig(n=2))[0], cwd="/earlier")
     assert NotebookSurroundings(spec).now() == Surroundings(os.getcwd(), "/earlier")

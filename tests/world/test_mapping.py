@@ -24,7 +24,7 @@ from tests.waiting import once, press_stop, wait_until
 pytestmark = pytest.mark.shared_world(3)
 
 SIZE = 1 << 20
-"""Bytes of an item that is too big for a message."""
+"""Bytes of an item that needs shared memory, because it is too big for a message."""
 
 
 def square(number: int) -> int:
@@ -47,7 +47,7 @@ def sleep(seconds: float) -> float:
 
 
 def test_results_have_the_order_of_the_items(world: World) -> None:
-    """1,000 items of a range come back in order, and each of the ranks has run some."""
+    """Results have the order of the items; all ranks run items, or only the selected ranks."""
     assert world.map(square, range(1000)) == [each * each for each in range(1000)]
     assert world.map(square, iter([3, 1, 2])) == [9, 1, 4]
     assert world.map(square, []) == []
@@ -57,13 +57,13 @@ def test_results_have_the_order_of_the_items(world: World) -> None:
 
 
 def test_results_come_as_they_are_done(world: World) -> None:
-    """With `as_completed` a short item comes before a long item that began earlier."""
+    """With `as_completed` a short item's result comes before that of a long item begun earlier."""
     values = world.map(sleep, [1.0, 0.01, 0.02], as_completed=True)
     assert [*values] == [0.01, 0.02, 1.0]
 
 
 def test_the_function_and_the_items_bring_the_names_that_they_use(world: World) -> None:
-    """Names of `__main__` are sent with the function, and with functions among the items."""
+    """Names of `__main__` that the function or the items use are sent, for the map only."""
     names = world.engine.names.namespace
     source = "FACTOR = 3\ndef times(x): return x * FACTOR\ndef two(): return FACTOR - 1\n"
     source += "class Item:\n    def times(self, x): return x * FACTOR\n"
@@ -79,7 +79,7 @@ def test_the_function_and_the_items_bring_the_names_that_they_use(world: World) 
 
 
 def test_an_item_is_a_copy(world: World) -> None:
-    """Two items that are one object here are two objects there: no rank changes another's item."""
+    """If one object is several items, each item is a copy: no change reaches another item."""
     shared = [0]
 
     def add(item: list[int]) -> int:
@@ -91,7 +91,7 @@ def test_an_item_is_a_copy(world: World) -> None:
 
 
 def test_an_exception_names_its_item_and_keeps_the_other_results(world: World) -> None:
-    """The first exception ends the map, and its `results` are those of other items, by index."""
+    """The first exception ends the map; its `results` has the other items' results by index."""
     with pytest.raises(ValueError, match="3 is odd") as caught:
         world.map(odd_is_wrong, [0, 2, 3, *range(4, 1000, 2)])
     assert "It had item 2 of 501 (3)" in str(caught.value)
@@ -104,7 +104,7 @@ def test_an_exception_names_its_item_and_keeps_the_other_results(world: World) -
 
 
 def test_exceptions_can_be_returned_among_the_results(world: World) -> None:
-    """With `on_error="return"` each failed item has its exception in its place."""
+    """With `on_error="return"` the result of each failed item is its exception."""
     results: list[Any] = world.map(odd_is_wrong, range(7), on_error="return")
     assert results[::2] == [0, 2, 4, 6]
     for number, error in zip((1, 3, 5), results[1::2], strict=True):
@@ -131,7 +131,7 @@ def test_an_item_of_a_dead_rank_goes_to_another(world: World, tmp_path: Path) ->
 
 
 def test_an_item_that_kills_two_ranks_is_given_up(world: World) -> None:
-    """An item that ends each rank is tried twice; the error names the item."""
+    """An item with which two ranks have died goes to no third rank; the error names the item."""
 
     def die(number: int) -> int:
         if number == 4:
@@ -148,7 +148,7 @@ def test_an_item_that_kills_two_ranks_is_given_up(world: World) -> None:
 
 
 def test_ranks_that_die_without_an_item_end_the_map(world: World) -> None:
-    """A function whose unpickling ends each rank is not sent for ever."""
+    """A function that kills every rank that unpickles it is not sent again and again."""
 
     class Deadly:
         def __reduce__(self) -> Any:
@@ -160,7 +160,7 @@ def test_ranks_that_die_without_an_item_end_the_map(world: World) -> None:
 
 
 def test_stop_ends_a_map(world: World, tmp_path: Path) -> None:
-    """Stop interrupts all ranks; the results so far are kept, and the world is ready."""
+    """Stop interrupts all ranks; the exception has the results so far, and the world is ready."""
 
     def work(number: int) -> int:
         if number > 2:
@@ -187,7 +187,7 @@ def test_leaving_the_loop_interrupts_the_ranks(world: World) -> None:
 
 
 def test_a_forgotten_iterator_gives_no_more_items(world: World, tmp_path: Path) -> None:
-    """While nobody reads an iterator, ranks get no items, and end with those that they have."""
+    """While nobody reads the iterator, ranks get no more items, and end their task."""
 
     def work(number: int) -> int:
         (tmp_path / str(number)).touch()
@@ -205,7 +205,7 @@ def test_a_forgotten_iterator_gives_no_more_items(world: World, tmp_path: Path) 
 
 
 def test_an_iterable_that_fails_ends_the_map(world: World) -> None:
-    """An exception of the iterable is raised after the items before it are done."""
+    """If the iterable raises, so does the map, with the results of the items that came before."""
 
     def two() -> Iterator[int]:
         yield 1
@@ -227,7 +227,7 @@ def test_an_iterable_that_fails_ends_the_map(world: World) -> None:
     ],
 )
 def test_nonsense_has_one_line(world: World, call: Any, words: str) -> None:
-    """Arguments of the wrong kind, and items that cannot be pickled, have one clear line."""
+    """Arguments of the wrong kind, and items that cannot be pickled, raise an error of one line."""
     with pytest.raises(UsageError, match=words) as caught:
         call(world)
     assert "\n" not in str(caught.value)
@@ -244,9 +244,9 @@ def test_big_items_and_results_leave_no_memory(world: World) -> None:
     """Items and results of a mebibyte arrive whole; afterwards no process holds their memory."""
 
     def segments() -> int:
-        ours = psutil.Process()
-        there = [ours, *ours.children(recursive=True)]
-        links = [link for each in there for link in Path(f"/proc/{each.pid}/fd").glob("*")]
+        this = psutil.Process()
+        processes = [this, *this.children(recursive=True)]
+        links = [link for each in processes for link in Path(f"/proc/{each.pid}/fd").glob("*")]
         return sum("memfd:nbdist " in _target(link) for link in links)
 
     before = segments()
@@ -266,7 +266,7 @@ def _target(link: Path) -> str:
 
 
 def test_items_can_come_from_an_iterable_without_a_length(world: World) -> None:
-    """Some classes have `__len__` and raise TypeError there, such as `tqdm` around a generator."""
+    """Items can have a `__len__` that raises TypeError, such as `tqdm` around a generator."""
 
     class Stream:
         def __len__(self) -> int:
@@ -279,7 +279,7 @@ def test_items_can_come_from_an_iterable_without_a_length(world: World) -> None:
 
 
 def test_items_that_come_from_the_world_itself_are_refused(world: World) -> None:
-    """An iterable of items cannot use the world, which is busy: one line says what to do."""
+    """An iterable that uses the world itself, while the world runs the map, is refused."""
     first = world.map(square, range(3), as_completed=True)
     with pytest.raises(UsageError, match=r"make a list of the items first"):
         world.map(square, first)
@@ -289,7 +289,7 @@ def test_items_that_come_from_the_world_itself_are_refused(world: World) -> None
 
 
 def test_a_stop_iteration_of_the_function_names_its_item(world: World) -> None:
-    """Generators cannot raise StopIteration: the map raises NbdistError with the same words."""
+    """If the function raises StopIteration, which no generator can raise, NbdistError is raised."""
 
     def end(number: int) -> int:
         if number == 1:
@@ -303,7 +303,7 @@ def test_a_stop_iteration_of_the_function_names_its_item(world: World) -> None:
 
 
 def test_items_that_kill_all_ranks_at_once_are_tried_again(world: World) -> None:
-    """The first item of each rank kills the rank: the others still run, and the errors come."""
+    """If the first items kill all ranks, the other items still run, and the errors are returned."""
     die = lambda number: os._exit(3) if number < 3 else number  # noqa: E731
     returned: list[Any] = world.map(die, range(6), on_error="return")
     assert [type(each) for each in returned[:3]] == [WorkerDied] * 3
@@ -312,7 +312,7 @@ def test_items_that_kill_all_ranks_at_once_are_tried_again(world: World) -> None
 
 @pytest.mark.parametrize("is_read", [True, False], ids=["read", "closed"])
 def test_an_iterator_ends_when_the_workers_have_ended(world: World, is_read: bool) -> None:  # noqa: FBT001
-    """After a restart an open iterator raises one line; to close it does not wait for ranks."""
+    """After a restart or shutdown, an open iterator raises; closing it does not wait for ranks."""
     for end in (world.restart, world.shutdown):
         values: Any = world.map(sleep, itertools.repeat(0.01), as_completed=True)
         assert next(values) == 0.01
@@ -326,7 +326,7 @@ def test_an_iterator_ends_when_the_workers_have_ended(world: World, is_read: boo
 
 
 def test_closing_an_iterator_leaves_another_task_alone(world: World) -> None:
-    """If the ranks have left the map and run another task, the task is not interrupted."""
+    """If the ranks have left the map, closing its iterator does not interrupt their next task."""
     values: Any = world.map(sleep, itertools.repeat(0.01), as_completed=True)
     assert next(values) == 0.01
     wait_until(
@@ -340,7 +340,7 @@ def test_closing_an_iterator_leaves_another_task_alone(world: World) -> None:
 
 @pytest.mark.world
 def test_a_map_starts_the_workers() -> None:
-    """As any other call, a map starts the workers of a world that never had any."""
+    """A map starts the workers of a world that has none yet, as any other call does."""
     world = World(n=1)
     try:
         assert world.map(square, [5]) == [25]

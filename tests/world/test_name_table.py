@@ -29,7 +29,7 @@ def bind(table: NameTable, rank: int, *names: str, **imported: str) -> None:
     )
 
 
-def ship(
+def send(
     table: NameTable, *names: str, version: int = 1, ranks: tuple[int, ...] = (0, 1), **more: Any
 ) -> None:
     """Record that a cell has brought names of the notebook to ranks."""
@@ -40,31 +40,31 @@ def ship(
 
 
 def test_a_sent_name_belongs_to_the_notebook(table: NameTable) -> None:
-    """A sent name is the notebook's on each rank that received it, and is not lost with a rank."""
+    """A name that ranks received belongs to the notebook, and a new process does not lack it."""
     table.record_sent({"x": Sent(1, Identity(1))})
     table.record_finished(0, Done("error", 0.0), NOTHING_SENT)  # the value could not be rebuilt
     assert table.owners() == {}
-    ship(table, "x", "model")
+    send(table, "x", "model")
     assert table.owners() == {name: ("notebook", {0, 1}) for name in ("x", "model")}
-    ship(table, "x", version=2, ranks=(0,))
+    send(table, "x", version=2, ranks=(0,))
     assert table.ranks_that_have("x") == table.ranks_that_have("x", 2) == {0}
     assert table.ranks_that_have("x", 1) == {1}
     assert table.ranks_that_have("model", 1) == {0, 1}
-    ship(table, "x", version=3, ranks=(1,))
-    assert (last := table.record("x")) is not None
-    assert (last.version, table.record("y")) == (3, None)
+    send(table, "x", version=3, ranks=(1,))
+    assert (record := table.record("x")) is not None
+    assert (record.version, table.record("y")) == (3, None)
     bind(table, 1, "x", "model")
-    ship(table, "x")
+    send(table, "x")
     table.record_replaced([1])
     assert table.lacking_text([1]) == "model"  # the notebook sends `x` again
     assert table.ranks_that_have("x") == {0}
-    ship(table, "model")
+    send(table, "model")
     assert table.lacking_text([1]) == ""
 
 
 def test_a_name_belongs_to_ranks_that_bind_it(table: NameTable) -> None:
-    """A name belongs only to the ranks that have bound it, as in `if rank == 0:`, until deleted."""
-    ship(table, "x", "model")
+    """A name belongs to exactly the ranks that have bound it, until they delete it."""
+    send(table, "x", "model")
     bind(table, 0, "x")
     bind(table, 1)
     assert (table.ranks_that_own("x"), table.ranks_that_have("x")) == ({0}, {1})
@@ -78,7 +78,7 @@ def test_a_name_belongs_to_ranks_that_bind_it(table: NameTable) -> None:
 
 @pytest.mark.parametrize("name", ["x", "model"])
 def test_a_name_bound_again_is_the_notebooks(table: NameTable, name: str) -> None:
-    """A name that the notebook binds to a new object is owned by no rank, even before a send."""
+    """No rank owns a name that the notebook has bound to a new object, even before it is sent."""
     bind(table, 0, name)
     table.record_assigned([name])
     assert table.ranks_that_own(name) == ({0} if name == "model" else set())
@@ -86,14 +86,14 @@ def test_a_name_bound_again_is_the_notebooks(table: NameTable, name: str) -> Non
     table.record_assigned([name])
     assert table.ranks_that_own(name) == set()
     assert table.bound(0) == [name]
-    ship(table, name)
+    send(table, name)
     assert table.bound(0) == []
     assert table.owners() == {name: ("notebook", {0, 1})}
 
 
 def test_gathered_names_stay_the_ranks_own(table: NameTable) -> None:
-    """A name that the notebook has gathered, or sent only to another rank, stays a rank's own."""
-    ship(table, "model")
+    """A rank still owns a name that the notebook has gathered, or has sent only to another rank."""
+    send(table, "model")
     bind(table, 1, "x", "y")
     table.namespace.update(x=[1, 1], model=[[1], [1]])
     table.record_gathered("x", (0,))
@@ -101,7 +101,7 @@ def test_gathered_names_stay_the_ranks_own(table: NameTable) -> None:
     owners = {"model": {0}, "x": {0, 1}, "y": {1}}
     assert table.owners() == {name: ("workers", ranks) for name, ranks in owners.items()}
     bind(table, 1, "model")
-    ship(table, "model", ranks=(1,))
+    send(table, "model", ranks=(1,))
     assert table.ranks_that_own("model") == {0}
     table.namespace["model"] = [2]
     table.record_assigned(["model"])
@@ -109,7 +109,7 @@ def test_gathered_names_stay_the_ranks_own(table: NameTable) -> None:
 
 
 def test_variables_changed_in_place_are_the_ranks(table: NameTable) -> None:
-    """Variables that lead to an object changed by ranks are the ranks' own, until overwritten."""
+    """Variables that lead to an object which ranks changed are listed, and lost with a rank."""
     states = {1: ObjectState({}), 2: ObjectState({}, (1,)), 3: ObjectState({})}
     tokens = {"model": (..., 1), "trainer": (..., 2), "x": (..., 3)}
     table.namespace.update(trainer=[1], x=[1])
@@ -140,9 +140,9 @@ def test_variables_changed_in_place_are_the_ranks(table: NameTable) -> None:
 
 
 def test_a_rank_has_the_object_that_was_sent(table: NameTable) -> None:
-    """A rank has the object that it was sent, not an equal object that the name is bound to now."""
+    """A rank has the object that it got, not an equal object to which the name is bound now."""
     model = table.namespace["model"]
-    ship(table, "model", token=(..., 1))
+    send(table, "model", token=(..., 1))
     assert table.ranks_that_have("model", (..., 1)) == {0, 1}
     assert table.ranks_that_have("model", (..., 2)) == set()
     assert not table.is_older("model", [0, 1])
@@ -151,7 +151,7 @@ def test_a_rank_has_the_object_that_was_sent(table: NameTable) -> None:
     table.record_assigned(["model"])
     assert table.ranks_that_have("model") == set()
     assert table.ranks_that_have("model", (..., 1)) == {0, 1}
-    ship(table, "model", token=(..., 2), ranks=(0,))
+    send(table, "model", token=(..., 2), ranks=(0,))
     assert table.ranks_that_have("model") == {0}
     table.namespace["model"] = model
     assert table.ranks_that_have("model", (..., 1)) == {1}
@@ -159,7 +159,7 @@ def test_a_rank_has_the_object_that_was_sent(table: NameTable) -> None:
 
 def test_ranks_that_assign_a_sent_name_are_listed(table: NameTable) -> None:
     """Ranks that have assigned a sent name are listed, until the notebook binds the name again."""
-    ship(table, "model")
+    send(table, "model")
     bind(table, 0, "model", "y")
     bind(table, 0, "model")
     assert (table.ranks_that_assigned("model"), table.ranks_that_assigned("y")) == ({0}, set())
@@ -170,7 +170,7 @@ def test_ranks_that_assign_a_sent_name_are_listed(table: NameTable) -> None:
 
 def test_names_that_the_notebook_deletes_are_returned_once(table: NameTable) -> None:
     """A name that the notebook deletes is returned once per rank; a rank's own name stays."""
-    ship(table, "model", "x")
+    send(table, "model", "x")
     bind(table, 1, "model")
     del table.namespace["model"]
     assert table.pop_deleted([0, 1]) == {}, "a cell may still be running"
@@ -203,13 +203,13 @@ def test_an_earlier_notebook_may_have_sent_any_name(table: NameTable) -> None:
     assert table.holders("y") == set()
     table.record_assigned(["x"])
     assert table.holders("x") == set()
-    ship(table, "x", token=(..., 1))
+    send(table, "x", token=(..., 1))
     assert table.copy().holders("x") == {0, 1}
 
 
 def test_a_copied_table_ignores_later_changes(table: NameTable) -> None:
-    """A copy takes over only the entries of replaced ranks, and shares the record of notices."""
-    ship(table, "x")
+    """A copied table changes only by `copy_entries`; the record of notices stays shared."""
+    send(table, "x")
     assert [table.is_first_notice("model") for _ in range(2)] == [True, False]
     table.record_assigned(["model"])
     copy = table.copy()
@@ -227,7 +227,7 @@ def test_a_copied_table_ignores_later_changes(table: NameTable) -> None:
 
 
 def test_a_new_rank_lacks_names_that_tasks_bound(table: NameTable) -> None:
-    """A new rank lacks names bound there or made by the last task; modules are listed first."""
+    """A new rank lacks names bound there or by the task in which it died; modules come first."""
     for rank in (0, 1):
         bind(table, rank, "model", "x")
     table.record_replaced([1], {"late"})
@@ -246,7 +246,7 @@ def test_a_new_rank_lacks_names_that_tasks_bound(table: NameTable) -> None:
 
 
 def test_a_new_rank_lacks_what_came_with_the_task_in_which_it_died(table: NameTable) -> None:
-    """A name that came with that task is lost only if other ranks have changed its object."""
+    """A name that was sent with the task is lost only if another rank has changed its object."""
     table.namespace["x"] = [1]
     tokens = {"model": (..., 1), "x": (..., 2)}
     records = {
@@ -263,7 +263,7 @@ def test_a_new_rank_lacks_what_came_with_the_task_in_which_it_died(table: NameTa
 
 
 def test_lost_imports_are_returned_once(table: NameTable) -> None:
-    """A replaced rank's imports are returned once; an import that a cell has bound anew is lost."""
+    """A replaced rank's imports are returned once; a name bound again since is lacking instead."""
     bind(table, 1, "made", "hidden", np="numpy", time="time", hides="numpy")
     bind(table, 1, "time", hidden="torch")
     assert table.bound(1) == ["made", "time"]
@@ -275,8 +275,8 @@ def test_lost_imports_are_returned_once(table: NameTable) -> None:
 
 
 def test_an_added_rank_lacks_names_of_all_ranks(table: NameTable) -> None:
-    """An added rank lacks all names that ranks have bound, and gets their imports."""
-    ship(table, "x")
+    """An added rank lacks all names that ranks have bound, and has to repeat their imports."""
+    send(table, "x")
     bind(table, 0, "a", "both")
     bind(table, 1, "b", both="numpy", np="numpy")
     table.renumber({0: 0, 1: 1}, 3)
@@ -304,7 +304,7 @@ def test_new_ranks_never_lack_predefined_names(table: NameTable) -> None:
 
 def test_ranks_that_have_a_name_are_listed(table: NameTable) -> None:
     """A rank has a name that was sent, bound or imported there, unless the name was lost."""
-    ship(table, "x", ranks=(0,))
+    send(table, "x", ranks=(0,))
     bind(table, 1, "loss", nn="torch.nn")
     assert (table.ranks_with("x"), table.ranks_with("loss")) == ((0,), (1,))
     assert (table.import_path("nn"), table.import_path("loss"), table.import_path("x")) == (

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.plain_calls`: plain calls are packed at once, and never out of date."""
+"""Tests of `nbdist.world.plain_calls`: which calls are plain, and that no old pickle is sent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Main = dict[str, Any]
 
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch) -> Main:
-    """The `__main__` of a script, for `exec`."""
+    """The variables of a new `__main__`, in which tests run code by `exec`."""
     module = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", module)
     return vars(module)
@@ -35,10 +35,10 @@ def main(monkeypatch: pytest.MonkeyPatch) -> Main:
 
 @pytest.fixture
 def script(main: Main, world: World) -> Iterator[Main]:
-    """The `__main__` of a script that uses the shared world."""
+    """The variables of `main`, which the shared world uses as the notebook's variables."""
     before, world.engine.names.namespace = world.engine.names.namespace, main
     yield main
-    world.engine.names.namespace = before  # of the present table: a restart makes a new one
+    world.engine.names.namespace = before  # `names` is looked up again: a restart renews it
 
 
 def pack(main: Main, function: Callable[..., Any], *args: Any, **kwargs: Any) -> PlainCall | None:
@@ -53,12 +53,12 @@ def packed(main: Main, *args: Any, **kwargs: Any) -> PlainCall:
     return call
 
 
-def made(main: Main, **names: Any) -> Any:
-    """Return what `f()` returns where its packed call arrives, in a `__main__` with `names`."""
+def run_packed(main: Main, **names: Any) -> Any:
+    """Run the packed call `f()` as a rank does, in a `__main__` with `names`; return the result."""
     call = packed(main)
-    there: Main = {"__builtins__": main["__builtins__"], **names}
-    function, (args, kwargs), *sent = (unpickle([each], there) for each in call.payload.frames)
-    there.update(*sent)
+    namespace: Main = {"__builtins__": main["__builtins__"], **names}
+    function, (args, kwargs), *sent = (unpickle([each], namespace) for each in call.payload.frames)
+    namespace.update(*sent)
     return function(*args, **kwargs)
 
 
@@ -75,7 +75,7 @@ def test_calls_with_plain_parts_are_packed_without_keys(main: Main) -> None:
 
 
 def test_calls_whose_parts_have_an_identity_are_not_plain(main: Main) -> None:
-    """A call is not plain if ranks could keep or change a part of it that the user knows."""
+    """A call is not plain if a part of it can change, so that a copy differs from the original."""
     exec(
         "import functools\n"
         "def f(*args, **kwargs): return 1\n"
@@ -97,24 +97,14 @@ def test_calls_whose_parts_have_an_identity_are_not_plain(main: Main) -> None:
     functions = [*(main[name] for name in names), main["closed"](1), main["Kind"]]
     functions += [functools.partial(main["f"], 1), main["Kind"]().__str__, [].append]
     assert [pack(main, each) for each in functions] == [None] * len(functions)
-    long = "x" * 5000
-    values: list[Any] = [
-        [1],
-        {},
-        {1},
-        (1, [2]),
-        main["Kind"](),
-        long,
-        1 << 5000,
-        (1,) * 17,
-        Index(1),
-    ]
-    for value in values:
+    big = "x" * 5000
+    parts: list[Any] = [[1], {}, {1}, (1, [2]), main["Kind"](), big, 1 << 5000, (1,) * 17, Index(1)]
+    for value in parts:
         assert pack(main, main["f"], value) is None
         assert pack(main, main["f"], x=value) is None
     assert packed(main, *range(MAX_ARGUMENTS))
     assert pack(main, main["f"], *range(MAX_ARGUMENTS + 1)) is None
-    texts = [f"{number:04096}" for number in range(MAX_ARGUMENTS)]  # too long for a message
+    texts = [f"{number:04096}" for number in range(MAX_ARGUMENTS)]  # too long in all
     assert pack(main, main["f"], *texts) is None
 
 
@@ -123,7 +113,7 @@ class Index(int):
 
 
 def test_a_module_without_a_file_is_not_plain(main: Main) -> None:
-    """A module that ranks cannot import is left to the other way, which words the error."""
+    """A call that uses a module without a file is packed the other way, which words the error."""
     exec("import math as m\ndef f(): return m.pi", main)
     assert packed(main)
     main["m"] = types.ModuleType("m")
@@ -134,7 +124,7 @@ def test_a_module_without_a_file_is_not_plain(main: Main) -> None:
 
 
 def test_an_unchanged_function_is_pickled_once(main: Main) -> None:
-    """The second call has the same frame, also for an equal function of the same code."""
+    """A second call reuses the function's pickle, also for another function of the same code."""
     exec("def f(): return 1\ndef again(): return [lambda: 2 for _ in range(2)]", main)
     assert packed(main).payload.frames[0] is packed(main).payload.frames[0]
     one, other = main["again"]()
@@ -157,16 +147,16 @@ CHANGES: dict[str, tuple[str, object]] = {
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_change_of_a_function_is_noticed(main: Main, what: str) -> None:
-    """After a change in the notebook, what arrives returns what the function returns here."""
+    """After a change in the notebook, the packed call returns what the changed function returns."""
     exec("big = 1000\ndef f(x=1, *, y=2): return (x, y, 'old', big)", main)
-    assert repr(made(main)) == repr(main["f"]()) == "(1, 2, 'old', 1000)"
+    assert repr(run_packed(main)) == repr(main["f"]()) == "(1, 2, 'old', 1000)"
     exec(CHANGES[what][0].replace("f.__doc__, ", ""), main)
-    here = main["f"]()
-    assert repr(made(main)) == repr(here) != "(1, 2, 'old', 1000)"
+    expected = main["f"]()
+    assert repr(run_packed(main)) == repr(expected) != "(1, 2, 'old', 1000)"
 
 
 def test_changed_details_are_noticed(main: Main) -> None:
-    """Names, text and annotations arrive as they are now, and not as they were."""
+    """A function's names, docstring and annotations are packed as they are at the call."""
     exec("def f(x: int = 1): 'old'", main)
     details = ("__name__", "__qualname__", "__doc__", "__module__", "__annotations__")
     for changed in details:
@@ -181,7 +171,7 @@ def test_changed_details_are_noticed(main: Main) -> None:
 
 
 def test_an_attribute_or_helper_of_a_known_function_ends_its_plain_calls(main: Main) -> None:
-    """A function that was plain is not plain any more once it gets what has an identity."""
+    """A function is plain only while it has no attribute, uses no list and has none as default."""
     exec("def f(): return factor", main)
     assert packed(main).names == {}
     main["factor"] = 2
@@ -200,7 +190,7 @@ def test_an_attribute_or_helper_of_a_known_function_ends_its_plain_calls(main: M
 def test_a_function_that_its_module_has_no_more_is_not_sent_by_name(
     main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a module has got another function of the name, the old one is refused."""
+    """If the module has another function of this name now, a call of the old one is not plain."""
     function = os.path.join
     assert pack(main, function) is not None
     monkeypatch.setattr(os.path, "join", os.path.split)
@@ -208,7 +198,7 @@ def test_a_function_that_its_module_has_no_more_is_not_sent_by_name(
 
 
 def test_functions_of_a_module_that_is_sent_by_value_are_not_sent_by_name(main: Main) -> None:
-    """What the user has told cloudpickle about a module is heeded."""
+    """A function is not sent by name if cloudpickle was told to pickle its module by value."""
     assert pack(main, os.path.join) is not None
     cloudpickle.register_pickle_by_value(os.path)
     try:
@@ -220,7 +210,7 @@ def test_functions_of_a_module_that_is_sent_by_value_are_not_sent_by_name(main: 
 def test_the_source_of_a_cell_that_runs_again_is_sent(
     main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text of a cell under a known name is the present text."""
+    """If a cell runs again under the same file name, its function is packed with the new source."""
     source, name = "def f(): return 1\n", "<ipython-input-9>"
     exec(compile(source, name, "exec"), main)
     for text in (source, f"{source}# again\n"):
@@ -230,7 +220,7 @@ def test_the_source_of_a_cell_that_runs_again_is_sent(
 
 
 def test_submodules_imported_since_are_sent(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank imports a submodule that the notebook has imported since the function was packed."""
+    """A function's new pickle names a submodule that was imported after the last pickle."""
     package, part = types.ModuleType("pack"), types.ModuleType("pack.part")
     package.__path__ = []
     exec("def f(): return pack.part", main)
@@ -245,10 +235,10 @@ def test_submodules_imported_since_are_sent(main: Main, monkeypatch: pytest.Monk
 
 
 def test_only_the_last_functions_are_kept(main: Main) -> None:
-    """However many functions are called, few pickles are kept."""
+    """However many functions are called, at most `MAX_KEPT` pickles are kept."""
     for number in range(3 * MAX_KEPT):
         exec(f"def f(): return {number}", main)
-        assert made(main) == number
+        assert run_packed(main) == number
         assert len(plain_calls._kept) <= MAX_KEPT
 
 
@@ -256,7 +246,7 @@ def test_only_the_last_functions_are_kept(main: Main) -> None:
 
 
 def test_ranks_use_what_was_edited_since_the_last_call(world: World, script: Main) -> None:
-    """An edited function, helper or variable is used by the next call, in every order."""
+    """The next call uses an edited function, helper or variable, directly or through a helper."""
     exec("unit = 1\ndef g(): return 'g', unit\ndef f(x=0): return unit, x\n", script)
     exec("def h(): return g()", script)
     for edit in (
@@ -275,8 +265,8 @@ def test_ranks_use_what_was_edited_since_the_last_call(world: World, script: Mai
             args = ("four",) if script["f"] is len else ()
             if name == "h" and "unit" not in script:
                 continue
-            here = script[name](*args)
-            assert list(world.run(script[name], *args)) == [here] * 2, (edit, name)
+            expected = script[name](*args)
+            assert list(world.run(script[name], *args)) == [expected] * 2, (edit, name)
 
 
 def test_a_function_with_a_counterpart_is_called_there(world: World, script: Main) -> None:
@@ -293,7 +283,7 @@ def test_a_function_with_a_counterpart_is_called_there(world: World, script: Mai
 
 
 def test_a_plain_call_brings_changes_of_objects_that_ranks_have(world: World, script: Main) -> None:
-    """A change of an object reaches the ranks before the call, though the call does not name it."""
+    """Before a plain call, ranks get the changes of all their objects, named by the call or not."""
     exec(
         "items = [1]\n"
         "def keep():\n    global kept\n    kept = items\n"
@@ -308,7 +298,7 @@ def test_a_plain_call_brings_changes_of_objects_that_ranks_have(world: World, sc
 
 
 def test_what_a_rank_cannot_import_is_named(world: World, script: Main) -> None:
-    """A function of a module that ranks lack ends the call with a line about it."""
+    """If ranks lack the function's module, the call raises an error, and later calls work."""
     module = types.ModuleType("only_here")
     exec("def f(): return 1", vars(module))
     sys.modules["only_here"] = module

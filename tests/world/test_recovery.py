@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.recovery`: Ctrl-C while a task runs, scaling to more or fewer ranks."""
+"""Tests of `nbdist.world.recovery`: Stop while a task runs, scaling and healing."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from tests.worlds import NewWorld, each_new_worker
 pytestmark = pytest.mark.shared_world
 
 
-# Layers enough for several buckets of gradients, which DDP puts in another order after its
-# first step.
+# The net has so many layers that DDP makes several buckets of gradients, and changes the order of
+# the buckets after its first step.
 TRAINING = """
 def make():
     torch.manual_seed(1)
@@ -86,7 +86,7 @@ def started(new_world: NewWorld, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture
 def world(started: World) -> World:
-    """A world of two ranks."""
+    """The world, scaled to two ranks if the previous test has left another size."""
     inbox.receive_waiting(started.engine)
     started.scale(2)
     return started
@@ -102,7 +102,7 @@ def weights_of(world: World) -> torch.Tensor:
 
 
 def test_a_model_trains_on_two_then_four_then_three_ranks(world: World) -> None:
-    """The weights are equal on all ranks, and close to a single process's with the same batches."""
+    """Training on 2, then 4, then 3 ranks gives the weights of training in a single process."""
     pids = dict(world.pids)
     world.execute(f"{MODEL}train(net, optimizer, range(5))")
     weights_of(world)
@@ -147,7 +147,7 @@ OLD_WORKS = "sharded(torch.ones(2, 64)).sum().backward()\nassert spread.full_ten
 
 
 def test_objects_of_an_ended_group_raise_at_once(world: World) -> None:
-    """An object of a group that scaling has ended raises with the remedy; the new group works."""
+    """Objects of a group that scaling has ended raise an error with the remedy; new groups work."""
     world.execute(OLD)
     world.scale(3)
     for use in USES:
@@ -159,7 +159,7 @@ def test_objects_of_an_ended_group_raise_at_once(world: World) -> None:
 
 
 def test_new_ranks_run_the_set_up_cells_and_lack_the_rest(world: World) -> None:
-    """New ranks lack other variables until a sync; a rank that comes again continues its log."""
+    """New ranks lack other cells' variables until a sync; a rank added again continues its log."""
     world.execute("made = torch.nn.Linear(1, 1)\nbefore = train")
     world.execute("", names={"given": 1}, ranks=[0])
     log = Path(world.logs[1]).parent / "2" / "stdout.log"
@@ -172,14 +172,15 @@ def test_new_ranks_run_the_set_up_cells_and_lack_the_rest(world: World) -> None:
     assert "made" in names.lacking_text([2])
     assert "train" not in names.lacking_text([2])
     assert world.gather("train.__name__", ranks=[2]) == ["train"]
-    assert world.gather("train is before", ranks=[0, 1]) == [True, True]  # no set-up on old ranks
+    # The set-up cell has not run again on the old ranks.
+    assert world.gather("train is before", ranks=[0, 1]) == [True, True]
     assert world.sync(["made", "given"]) == (1, 2)
     assert "made" not in names.lacking_text([2])
     assert names.ranks_that_own("given") == {0, 1, 2}
 
 
 def test_only_idle_workers_are_scaled(world: World) -> None:
-    """Scaling is refused during a cell, before a start, or to no rank; healing names losses."""
+    """Scaling is refused during a cell, before a start, and to no ranks; healing names losses."""
     running = world.submit(world.task("import time; time.sleep(600)"))
     with pytest.raises(WorldBusy):
         world.scale(3)
@@ -194,16 +195,16 @@ def test_only_idle_workers_are_scaled(world: World) -> None:
     assert healing_text(two, [1, 0]) == "ranks 0-1 were restarted and their variables are gone."
     two.names.record_finished(1, Done("ok", 0.0, frozenset("x")), NOTHING_SENT)
     two.names.record_replaced([1])
-    said = "rank 1 was restarted and its variables (x) are gone; other ranks are unaffected."
-    assert healing_text(two, [1]) == said
+    expected = "rank 1 was restarted and its variables (x) are gone; other ranks are unaffected."
+    assert healing_text(two, [1]) == expected
 
 
 def test_a_new_rank_that_dies_while_it_starts_leaves_the_world_as_it_was(world: World) -> None:
-    """Groups and the objects made from groups work as before, and the world can be scaled later."""
+    """Groups, and objects made from groups, work as before, and a later scaling succeeds."""
     world.execute(f"{MODEL}{OLD}")
     pids = dict(world.pids)
-    said = r"rank 2 .*SIGKILL.* 2 workers are running, as before"
-    with each_new_worker(world, psutil.Process.kill), pytest.raises(ScaleError, match=said):
+    message = r"rank 2 .*SIGKILL.* 2 workers are running, as before"
+    with each_new_worker(world, psutil.Process.kill), pytest.raises(ScaleError, match=message):
         world.scale(3)
     assert (world.pids, world.state) == (pids, WorldState.READY)
     assert world.gather("(world_size, dist.get_world_size())") == [(2, 2), (2, 2)]
@@ -213,7 +214,7 @@ def test_a_new_rank_that_dies_while_it_starts_leaves_the_world_as_it_was(world: 
 
 
 def test_a_survivor_that_dies_during_scaling_is_replaced(world: World) -> None:
-    """The world has the new size even if a survivor dies during scaling."""
+    """A survivor that dies during scaling is replaced, and the world has the new size."""
     world.execute("kept = rank; layer = torch.nn.Linear(1, 1)")
     survivor = psutil.Process(world.pids[1])
     with each_new_worker(world, lambda _: survivor.is_running() and survivor.kill()):
@@ -239,7 +240,7 @@ Group.regroup = late
 def test_healing_completes_a_stopped_scaling(world: World, tmp_path: Path) -> None:
     """After Stop during scaling, healing forms a group of all ranks of the new size.
 
-    A new rank has run the set-up cell, although nobody has waited for the answer to the scaling.
+    The new rank has run the set-up cell, although Stop ended the wait for the scaling.
     """
     gate, before = tmp_path / "gate", dict(world.pids)
     world.execute(LATE.format(gate=str(gate)), ranks=[0])
@@ -248,10 +249,10 @@ def test_healing_completes_a_stopped_scaling(world: World, tmp_path: Path) -> No
     assert world.state is WorldState.BROKEN
     gate.touch()
     dispatch.make_whole(world.engine)
-    here = world.gather("(rank, world_size, dist.get_world_size())")
-    assert here == [(rank, 3, 3) for rank in range(3)]
+    positions = world.gather("(rank, world_size, dist.get_world_size())")
+    assert positions == [(rank, 3, 3) for rank in range(3)]
     assert world.gather("callable(globals().get('make'))") == [True] * 3
-    assert world.pids[0] == before[0]  # a late rank keeps its process
+    assert world.pids[0] == before[0]  # the rank that was late to regroup keeps its process
 
 
 # --- Ctrl-C -----------------------------------------------------------------------------------
@@ -265,7 +266,7 @@ WAITS = "while not Path('open').exists(): time.sleep(0.01)"
 
 @pytest.fixture
 def ready(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    """Ready ranks with `kept`, in a folder where each rank makes a file once its cell has begun."""
+    """The world with `kept`; the notebook and the ranks are in the same new folder."""
     monkeypatch.chdir(tmp_path)
     world.execute(f"import os; os.chdir({str(tmp_path)!r}); kept = rank")
     return world
@@ -276,7 +277,7 @@ def have_begun() -> bool:
 
 
 def stop_once_begun(world: World, running: TaskRun, stops: int = 1) -> None:
-    """Follow a task, and stop the task `stops` times as soon as its ranks have begun."""
+    """Follow a task, and press Stop `stops` times as soon as its ranks have begun."""
     for _ in world.follow(running):
         with running.stop.counting_presses():
             if have_begun() and running.stop.presses < stops:
@@ -284,7 +285,7 @@ def stop_once_begun(world: World, running: TaskRun, stops: int = 1) -> None:
 
 
 def test_stop_ends_a_script_despite_restarts(ready: World, tmp_path: Path) -> None:
-    """Stop ends a script on all ranks although `max_restarts` is left; the next cell runs."""
+    """Stop ends a script on all ranks although restarts remain; the next cell runs."""
     (tmp_path / "sleeps.py").write_text(SLEEPS)
     with once(have_begun, press_stop), pytest.raises(KeyboardInterrupt):
         ready.run_script("sleeps.py", max_restarts=3)
@@ -292,7 +293,7 @@ def test_stop_ends_a_script_despite_restarts(ready: World, tmp_path: Path) -> No
 
 
 def test_stop_during_keep_leaves_all_workers(ready: World) -> None:
-    """Ctrl-C while values are fetched for `keep` leaves all workers as they were."""
+    """Stop while values are fetched for `keep` leaves all workers as they were."""
     ready.execute(f"class Slow:\n    def __reduce__(self): exec({SLEEPS!r})\nslow = Slow()")
     before = dict(ready.pids)
     with once(have_begun, press_stop), pytest.raises(KeyboardInterrupt):
@@ -302,10 +303,10 @@ def test_stop_during_keep_leaves_all_workers(ready: World) -> None:
 
 
 def test_a_second_stop_gives_control_back(ready: World, tmp_path: Path) -> None:
-    """Ranks that catch the first Stop may run on after the second; the next cell waits for all."""
+    """The second Stop returns control although ranks run on; the next cell waits for the ranks."""
     caught = f"    Path(os.environ['RANK'] + 'caught').touch()\n    {WAITS}"
     source = f"{BEGUN}try: time.sleep(600)\nexcept KeyboardInterrupt:\n{caught}"
-    # Only the second Stop can give control back.
+    # The timeout is so long that only the second Stop can give control back in time.
     running = ready.submit(ready.task(source), Patience(control_timeout=2 * SOON))
     leave = threading.Timer(SOON, (tmp_path / "open").touch)  # so that the test ends if Stop fails
     leave.start()
@@ -324,7 +325,7 @@ def test_a_second_stop_gives_control_back(ready: World, tmp_path: Path) -> None:
 
 
 def test_a_stop_in_the_next_cell_interrupts_ranks_once(ready: World, tmp_path: Path) -> None:
-    """Stop while the next cell waits interrupts the ranks, and the cell after does not do so."""
+    """Stop in the next cell, which waits for ranks, interrupts them; the cell after does not."""
     source = f"{BEGUN}try: {SLEEP}\nexcept KeyboardInterrupt:\n    {WAITS}"
     running = ready.submit(ready.task(source))
     stop_once_begun(ready, running, stops=2)
@@ -349,18 +350,18 @@ def catch():
 """
 
 
-class Asked:
-    """On ranks, calls the `catch` of `CATCHES` whenever the rank compares the object."""
+class CallsCatch:
+    """An object that calls the `catch` of `CATCHES` whenever a rank compares the object."""
 
     def __reduce__(self) -> tuple[object, ...]:
         import builtins
 
         getattr(builtins, "catch", int)()
-        return Asked, ()
+        return CallsCatch, ()
 
 
 def press_twice() -> None:
-    """Press Stop, and once more as soon as a rank has caught it."""
+    """Press Stop, and press it again as soon as a rank has caught the first Stop."""
     press_stop()
     wait_until(Path("caught").exists)
     press_stop()
@@ -386,9 +387,9 @@ def test_a_rank_that_ignores_stop_in_a_set_up_cell_is_waited_for(ready: World) -
 def test_stop_while_ranks_are_asked_for_changes_restarts_none(
     ready: World, press: Callable[[], None]
 ) -> None:
-    """Stop ends a restart of a rank before the rank is ended; ranks that ignore Stop go on."""
+    """Stop ends the restart of a rank before the rank is killed, even if a rank ignores Stop."""
     ready.execute(f"{CATCHES}\nimport builtins; builtins.catch = catch")
-    ready.execute("asked", names={"asked": Asked()})
+    ready.execute("asked", names={"asked": CallsCatch()})
     before = dict(ready.pids)
     Path("slow").touch()
     with once(Path("1begun").exists, press), pytest.raises(KeyboardInterrupt):
@@ -419,7 +420,7 @@ def test_an_old_answer_spares_no_killed_rank(ready: World) -> None:
 
 @pytest.mark.parametrize("seconds", [0.1, 2.0])
 def test_no_rank_in_c_code_is_killed_later(ready: World, seconds: float) -> None:
-    """No rank in C code is killed after control is back, even if the agent was slow to find it."""
+    """No rank in C code is killed after control is back, even if the agent found the rank late."""
     give_up_on_c_code(ready, 1, control_timeout=SPARE_TIMEOUT + seconds)
 
 
@@ -445,7 +446,8 @@ def seconds_without_agent(world: World, timeout: float) -> float:
 def test_stop_returns_without_the_agent(ready: World) -> None:
     """Stop gives control back in time, and does not wait until the agent says who is spared."""
     tries = (seconds_without_agent(ready, SPARE_TIMEOUT) for _ in range(9))
-    assert any(seconds < recovery.LOCATED_TIMEOUT - 0.05 for seconds in tries)  # some may be slow
+    # A busy machine may delay some of the tries.
+    assert any(seconds < recovery.LOCATED_TIMEOUT - 0.05 for seconds in tries)
     assert ready.gather("kept") == [0, 1]
 
 
@@ -460,7 +462,7 @@ def test_stop_returns_before_a_group_forms(ready: World, monkeypatch: pytest.Mon
     with heals, pytest.raises(KeyboardInterrupt):
         ready.execute("if rank == 1: raise ValueError\ndist.barrier()")
     assert ready.state is WorldState.BROKEN
-    os.kill(ready.pids[0], signal.SIGKILL)  # else its agent does so after half a minute
+    os.kill(ready.pids[0], signal.SIGKILL)  # else the agent does so after half a minute
     ready.execute("dist.barrier()")
     assert ready.gather("globals().get('kept')") == [None, 1]
 
@@ -471,7 +473,7 @@ IS_STOPPED = "if rank == 0: optimizer.step()\nelse: time.sleep(600)\ndist.barrie
 
 @pytest.mark.parametrize("source", [FAILS, IS_STOPPED])
 def test_stop_during_healing_keeps_the_replica_line(ready: World, source: str) -> None:
-    """Stops that interrupt healing do not take away the line that replicas may differ."""
+    """The error says that replicas may differ even if Stop has interrupted healing."""
     ready.execute(
         "import nbdist.worker.group.group as group_module, time\n"
         "optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])\n"
@@ -505,20 +507,20 @@ def test_stop_during_healing_keeps_the_replica_line(ready: World, source: str) -
 
 
 def test_stop_at_any_line_of_healing_loses_no_group(ready: World) -> None:
-    """After Stop at any line while the group is formed, the next task finds or forms a group."""
-    passed, at = 0, 0
+    """After Stop at any line of the code that forms the group, the next task has a group."""
+    passed, stop_at = 0, 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal passed
         if frame.f_code.co_name in ("regroup", "advance"):
             passed += event == "line"
-            if event == "line" and passed == at:
+            if event == "line" and passed == stop_at:
                 signal.raise_signal(signal.SIGINT)
             return trace
         return None
 
-    while at <= passed:
-        passed, at = 0, at + 1
+    while stop_at <= passed:
+        passed, stop_at = 0, stop_at + 1
         sys.settrace(trace)
         try:
             with suppress(WorkerError, KeyboardInterrupt):
@@ -526,12 +528,12 @@ def test_stop_at_any_line_of_healing_loses_no_group(ready: World) -> None:
         finally:
             sys.settrace(None)
         ready.execute("dist.barrier()")
-    assert at > 20
+    assert stop_at > 20
     assert ready.gather("kept") == [0, 1]
 
 
 def test_following_yields_at_once_if_asked(ready: World) -> None:
-    """Following a task yields at once, even without news, for an event loop that has more to do."""
+    """`follow` yields at once after `send(0.0)`, even without new output, for an event loop."""
     running = ready.submit(ready.task("import time; time.sleep(1)"))
     following = ready.follow(running)
     next(following)
@@ -540,12 +542,12 @@ def test_following_yields_at_once_if_asked(ready: World) -> None:
         while True:
             following.send(0.0)
             rounds += 1
-    assert rounds > 100  # the pace without a request gives five
+    assert rounds > 100  # without `send` there would be fewer than ten
     assert (running.unfinished, error_of(running)) == ((), None)
 
 
 def test_stop_does_not_interrupt_a_task_that_holds_it(ready: World, tmp_path: Path) -> None:
-    """A first Stop waits until the task ends, and a second Stop gives control back to the user."""
+    """The first Stop does not interrupt a task with `holds_stop`; the second gives control back."""
     running = ready.submit(ready.task(f"{BEGUN}{WAITS}\nheld = 1"), Patience(holds_stop=True))
     stop_once_begun(ready, running, stops=2)
     assert running.unfinished == (0, 1)
@@ -554,7 +556,7 @@ def test_stop_does_not_interrupt_a_task_that_holds_it(ready: World, tmp_path: Pa
 
 
 def test_a_later_stop_interrupts_a_task_that_held_it(ready: World) -> None:
-    """A task that holds Stop and does not end is interrupted by another Stop later."""
+    """A task with `holds_stop` that runs on after Stop is interrupted by a later `interrupt`."""
     running = ready.submit(ready.task(SLEEPS), Patience(holds_stop=True, control_timeout=0.1))
     stop_once_begun(ready, running)
     assert (running.unfinished, ready.state) == ((0, 1), WorldState.STUCK)

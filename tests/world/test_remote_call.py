@@ -37,13 +37,13 @@ N = 2
 
 @pytest.fixture
 def main(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """The `__main__` of a script, for `exec`."""
+    """The namespace of a script's `__main__`, in which tests run code by `exec`."""
     module = types.ModuleType("__main__")
     module.__file__ = "/somewhere/script.py"
     monkeypatch.setitem(sys.modules, "__main__", module)
     before, world.engine.names.namespace = world.engine.names.namespace, vars(module)
     yield vars(module)
-    world.engine.names.namespace = before  # of the present table: a restart makes a new one
+    world.engine.names.namespace = before  # not in the old `names`: a restart makes a new object
 
 
 def my_rank(*args: Any, plus: int = 0) -> int:
@@ -65,7 +65,7 @@ def closure(amount: int) -> Callable[[int], int]:
 
 
 def test_calls_and_gathered_values_are_no_cells(world: World) -> None:
-    """IPython does not count, keep or announce calls and gathers; plots of a call are shown."""
+    """IPython does not count calls and gathers as cells, but runs `post_execute` after a call."""
     world.execute(
         "cells, shown, events = [], [], get_ipython().events\n"
         "events.register('pre_run_cell', lambda info: cells.append(info.raw_cell))\n"
@@ -74,7 +74,7 @@ def test_calls_and_gathered_values_are_no_cells(world: World) -> None:
     )
     world.run(my_rank)
     assert world.gather("len(cells), len(In) - inputs") == [(0, 0)] * 2
-    assert world.gather("len(shown)") == [2] * 2  # the first cell's own end, and the call's
+    assert world.gather("len(shown)") == [2] * 2  # after the first cell and after the call
 
 
 def test_any_callable_runs_on_all_ranks(world: World) -> None:
@@ -95,16 +95,16 @@ def scale_by(x: int, *, rank: int = 1) -> int:
     return x * rank
 
 
-def take_all(**options: int) -> dict[str, int]:
+def return_options(**options: int) -> dict[str, int]:
     return options
 
 
 def test_a_function_with_an_argument_rank_gets_it_by_partial(world: World) -> None:
-    """`rank=` never means two things: a line names the ways to the function and to the ranks."""
+    """An ambiguous `rank=` is refused; the error says how to pass it on and how to select ranks."""
     for function, name, value in (
         (scale_by, "rank", 1),
-        (take_all, "rank", 0),
-        (take_all, "ranks", [0]),
+        (return_options, "rank", 0),
+        (return_options, "ranks", [0]),
         (functools.partial(scale_by, 3), "rank", 1),
         (scale_by, "rank", None),
     ):
@@ -118,7 +118,7 @@ def test_a_function_with_an_argument_rank_gets_it_by_partial(world: World) -> No
         )
     assert dict(world.run(functools.partial(scale_by, rank=5), 2, rank=-1)) == {1: 10}
     assert dict(world.run(lambda: scale_by(4), rank=0)) == {0: 4}
-    assert dict(world.run(functools.partial(take_all, rank=7), rank=0)) == {0: {"rank": 7}}
+    assert dict(world.run(functools.partial(return_options, rank=7), rank=0)) == {0: {"rank": 7}}
     assert dict(world.run(scale_by, 3, ranks=[1])) == {1: 3}
     assert dict(world.run(scale_by, 3, ranks=None)) == {0: 3, 1: 3}
 
@@ -128,7 +128,7 @@ def first_of(values: list[int]) -> int:
 
 
 def test_values_go_to_the_ranks_of_a_call(world: World) -> None:
-    """A change that one rank was sent with a call reaches another rank with the next call."""
+    """A call sends its rank a change of a value even if another rank has got the change before."""
     values = [5, 6]
     world.execute("kept = values", names={"values": values})
     values[0] = 9
@@ -151,8 +151,8 @@ def test_results_of_any_shape_come_back(world: World) -> None:
         kept.append(kept)
         return fit, kept
 
-    found, kept = world.run(fit).rank(1)
-    assert (found.loss, kept[0] is kept) == (0.5, True)
+    fitted, kept = world.run(fit).rank(1)
+    assert (fitted.loss, kept[0] is kept) == (0.5, True)
 
 
 def test_options_are_checked_where_they_are_written() -> None:
@@ -187,12 +187,12 @@ def names_of(world: World) -> list[str]:
 
 
 def test_a_function_finds_the_names_that_it_uses(world: World, main: dict[str, Any]) -> None:
-    """A function finds the workers' names, else the script's; no name is left on a worker."""
+    """A function finds the worker's names, else the script's, and leaves no name on the worker."""
     exec(SCRIPT, main)
     before = names_of(world)
     assert list(world.run(main["main"], 1)) == [(15, "script.py")] * 2
     assert names_of(world) == before
-    main["K"] = 8  # the classes have been made
+    main["K"] = 8  # `helper` reads K anew; the ranks keep the class with `size` 7
     assert world.run(main["main"], 1).rank(0) == (16, "script.py")
     world.execute("counter = 10 + rank")
     exec("counter = rank = 99\ndef f(): return counter, rank", main)
@@ -208,20 +208,20 @@ def test_a_function_finds_the_names_that_it_uses(world: World, main: dict[str, A
 
 def maps_of_segments(world: World) -> list[str]:
     """List the shared memory that workers have mapped or hold open."""
-    found = []
+    entries = []
     for pid in world.pids.values():
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        found += [line for line in lines if "memfd:nbdist" in line]
+        entries += [line for line in lines if "memfd:nbdist" in line]
         for fd in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(FileNotFoundError):  # closed meanwhile
-                found += [str(fd)] if "memfd:nbdist" in os.readlink(fd) else []
-    return found
+                entries += [str(fd)] if "memfd:nbdist" in os.readlink(fd) else []
+    return entries
 
 
 def fails_watched(tensor: torch.Tensor) -> None:
-    """Fail while frames and their locals are kept, as if another thread looked at the frames."""
-    sys.seen = sys._getframe()  # type: ignore[attr-defined]
-    assert sys.seen.f_locals["tensor"] is tensor  # type: ignore[attr-defined]
+    """Fail after the frame and its locals were stored, as if another thread looked at the frame."""
+    sys.watched_frame = sys._getframe()  # type: ignore[attr-defined]
+    assert sys.watched_frame.f_locals["tensor"] is tensor  # type: ignore[attr-defined]
     try:
         raise KeyError("first")
     except KeyError:
@@ -230,7 +230,7 @@ def fails_watched(tensor: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("function", [lambda tensor: tensor + 1, fails_watched])
 def test_no_value_of_a_call_is_kept(world: World, function: Callable[[torch.Tensor], Any]) -> None:
-    """Neither arguments nor results stay in the workers, even if the function fails."""
+    """Neither arguments nor results stay in the memory of workers, even if the function fails."""
     results, tensor = None, torch.ones(2**20)
     with suppress(ValueError):
         results = world.run(function, tensor)
@@ -267,15 +267,15 @@ def test_a_deep_change_renews_all_objects_above(world: World, is_call: bool) -> 
         chain = Link(number, chain)
     for last.number in (0, 100):
         if is_call:
-            there = world.run(keep, chain)
+            numbers = world.run(keep, chain)
         else:
             world.execute("chain", names={"chain": chain})
-            there = world.gather("chain.numbers()")
-        assert [*there] == [[*range(11, 0, -1), last.number]] * 2
+            numbers = world.gather("chain.numbers()")
+        assert [*numbers] == [[*range(11, 0, -1), last.number]] * 2
 
 
 def test_an_unsendable_value_is_named_in_one_line(world: World) -> None:
-    """The line names the argument, before anything runs, or the part of a result, and why."""
+    """A one-line error names the argument, before anything runs, or the part of the result."""
     running, lock = world.engine.task_table.last, threading.Lock()
 
     def train(model: Any, steps: int = 1) -> None: ...
@@ -293,8 +293,8 @@ def test_an_unsendable_value_is_named_in_one_line(world: World) -> None:
         assert "nothing has run. Make it inside the function, or" in message
         assert "\n" not in message
     assert world.engine.task_table.last is running
-    said = r"what <lambda> returned: `result\['a'\]\[1\]` \(generator\) cannot be sent back: how"
-    with pytest.raises(WorkerError, match=said) as failed:
+    pattern = r"what <lambda> returned: `result\['a'\]\[1\]` \(generator\) cannot be sent back: how"
+    with pytest.raises(WorkerError, match=pattern) as failed:
         world.run(lambda: {"a": [1, (i for i in ())]})
     assert "\n" not in str(failed.value)
 
@@ -324,27 +324,27 @@ def test_ranks_that_wait_for_a_failed_rank_are_released(world: World) -> None:
     assert list(world.run(my_rank)) == [0, 1]
 
 
-# --- what ranks ask for -----------------------------------------------------------------
+# --- input on ranks ---------------------------------------------------------------------
 
 
 Enter = Callable[..., None]
 
 
 def test_ranks_ask_in_order(world: World, enter: Enter, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ranks ask in order, below their output and with their number; end of input is EOFError."""
+    """Prompts come in rank order, with the rank, below the output; end of input is EOFError."""
     enter("ada", "bob", "cy", "dan")
     world.execute("print('who?')\nname = input('name? '), input('next? ')")
     assert world.gather("name") == [("ada", "bob"), ("cy", "dan")]
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     prompts = "[rank 0] name? [rank 0] next? [rank 1] name? [rank 1] next? "
-    assert said == f"[0-1] who?\n{prompts}"
+    assert output == f"[0-1] who?\n{prompts}"
     enter("only one")
     world.execute("try:\n    said = input()\nexcept EOFError:\n    said = 'end'")
     assert world.gather("said") == ["only one", "end"]
 
 
 def test_input_without_a_front_end_raises(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If nobody can type, `input` raises at once with the remedy."""
+    """If nobody can type, `input` raises an error with the remedy at once."""
     monkeypatch.setattr("sys.stdin", None)
     for source in ("input('name? ')", "breakpoint()\nx = 1"):
         with pytest.raises(WorkerError, match=r"need JupyterLab or a terminal.*variable"):
@@ -352,7 +352,7 @@ def test_input_without_a_front_end_raises(world: World, monkeypatch: pytest.Monk
 
 
 def test_a_forked_child_cannot_read_input(world: World, enter: Enter) -> None:
-    """In a forked child `input` raises: its rank's connection is not its own."""
+    """In a forked child `input` raises, because the connection belongs to the rank itself."""
     enter("for the rank")
     world.execute(
         "import os\nr, w = os.pipe()\n"
@@ -363,9 +363,9 @@ def test_a_forked_child_cannot_read_input(world: World, enter: Enter) -> None:
         "os.waitpid(child, 0)\ntold, mine = os.read(r, 999).decode(), input()",
         ranks=[0],
     )
-    told, mine = world.gather("(told, mine)", rank=0)
-    assert told.startswith("a process forked by the rank cannot read input")
-    assert mine == "for the rank"
+    child_error, typed = world.gather("(told, mine)", rank=0)
+    assert child_error.startswith("a process forked by the rank cannot read input")
+    assert typed == "for the rank"
 
 
 # --- scripts ----------------------------------------------------------------------------
@@ -434,7 +434,7 @@ dist.destroy_process_group()
 
 
 def test_trainer_with_snapshots_resumes_by_itself(world: World, write: Write) -> None:
-    """A trainer that is killed twice in mid-epoch goes on from its last snapshot each time."""
+    """A trainer that is killed twice in mid-epoch goes on from its last checkpoint each time."""
     path = write("trainer.py", TRAINER)
     before = dict(world.pids)
     result = world.run_script("trainer.py", 8, 2, path.with_suffix(".pt"), max_restarts=3)
@@ -450,7 +450,7 @@ def test_trainer_with_snapshots_resumes_by_itself(world: World, write: Write) ->
 def test_a_script_runs_again_once_another_task_has_ended(
     world: World, write: Write, tmp_path: Path
 ) -> None:
-    """After a death the script waits for a task of another rank: all ranks must heal together."""
+    """After a death a script waits for other ranks' tasks, because healing needs all ranks."""
     end = tmp_path / "may-end"
     waits = f"import os, time\nwhile not os.path.exists({str(end)!r}): time.sleep(0.01)"
     other = world.submit(world.task(waits, ranks=[0]))
@@ -478,11 +478,11 @@ def test_a_failed_script_runs_again_within_its_limit(world: World, write: Write)
     write("fails.py", f"{counts}raise ValueError('bad')")
     with pytest.raises(ValueError, match="bad"):
         world.run_script("fails.py", max_restarts=1)
-    ran = world.engine.task_table.last
-    assert (said(ran), ran and ran.ending.restart_text) == (["1"] * N, "")
+    failed = world.engine.task_table.last
+    assert (said(failed), failed and failed.ending.restart_text) == (["1"] * N, "")
 
 
-# --- a line that is written over --------------------------------------------------------
+# --- a line that is redrawn -------------------------------------------------------------
 
 
 class Terminal(io.StringIO):
@@ -497,7 +497,7 @@ class Terminal(io.StringIO):
 
 
 def test_a_moving_line_stays_one_line() -> None:
-    """A moving line is redrawn at intervals and makes way for other lines; a log has none."""
+    """A moving line is redrawn at intervals and makes way for other lines; a file gets none."""
     line = MovingLine(terminal := Terminal())
     line.clear()
     line.show("[0-1] long 10%", 0.0)

@@ -1,4 +1,4 @@
-"""Tests of `restarts.replace`: ranks that are restarted in place, and what a failed try leaves."""
+"""Tests of `restarts.replace`: restarts of ranks in place, and what follows a failed restart."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ RESTARTED = "rank 2 was restarted and its variables (kept) are gone; other ranks
 
 @pytest.fixture(params=["heal", "stop", "restart-all"])
 def policy(request: pytest.FixtureRequest, ready: World) -> OnFailure:
-    """The policy for deaths of the world."""
+    """A policy for deaths, as `--on-failure` sets it, which the world has during the test."""
     ready.engine.config = ready.engine.config.with_changes(on_failure=request.param)
     return ready.engine.config.on_failure
 
 
 @pytest.fixture
 def ready(world: World) -> Iterator[World]:
-    """The world of three ranks with `kept`; deaths before the test are reported."""
+    """The world of three ranks with `kept`, which will not report restarts before the test."""
     world.engine.rank_table.pop_replaced()
     world.execute("kept = rank")
     yield world
@@ -63,7 +63,7 @@ def test_a_requested_restart_follows_no_policy(ready: World, policy: OnFailure) 
 
 
 def test_the_next_task_completes_a_failed_restart(ready: World, policy: OnFailure) -> None:
-    """A restart that fails raises; the next task restarts the rank alone, also after `stop`."""
+    """A failed restart is an error; the next task restarts that rank alone, whatever the policy."""
     before = dict(ready.pids)
     error = fail_to_replace(ready)
     assert str(error).startswith("the workers could not rebuild their process group: rank 2 could")
@@ -96,7 +96,7 @@ def test_a_death_beside_a_requested_restart_follows_the_policy(ready: World) -> 
 
 @pytest.mark.parametrize("how", ["next task", "replace", "replace another", "replace with keep"])
 def test_variables_to_keep_outlive_a_failed_restart(ready: World, how: str) -> None:
-    """The try that succeeds gives the rank its variables, once, and the error says so."""
+    """As the error says, the next restart that succeeds gives the rank its kept variables, once."""
     ready.execute("other = rank")
     error = fail_to_replace(ready, keep=("kept",))
     assert "The next cell tries again, and gives back kept; " in str(error)
@@ -128,7 +128,7 @@ def test_a_full_restart_drops_what_a_failed_restart_kept(ready: World) -> None:
 
 
 def test_a_variable_that_cannot_be_given_back_fails_once(ready: World) -> None:
-    """If a kept variable cannot be unpickled in the new rank, only the next task says so."""
+    """If the new rank cannot unpickle a kept variable, only the next task raises the error."""
     ready.execute("class Fragile:\n    def __reduce__(self): return int, ('x',)\nkept = Fragile()")
     fail_to_replace(ready, keep=("kept",))
     with pytest.raises(Exception, match="invalid literal"):
@@ -139,7 +139,7 @@ def test_a_variable_that_cannot_be_given_back_fails_once(ready: World) -> None:
 def test_a_rank_that_does_not_end_is_an_error(
     ready: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the killed rank does not end in time, `replace` says so instead of returning."""
+    """If the killed rank does not end in time, `replace` raises an error instead of returning."""
     monkeypatch.setattr(restarts, "RANKS_KILLED_TIMEOUT", 0.0)
     with pytest.raises(WorldBroken, match="rank 2 did not end within"):
         ready.replace([2])
@@ -148,7 +148,7 @@ def test_a_rank_that_does_not_end_is_an_error(
     assert kept(ready) == [0, 1, None]
 
 
-SEIZE, OF_ANY_KIND = 0x4206, 0x40000000  # of ptrace(2), and __WALL of waitpid(2)
+SEIZE, OF_ANY_KIND = 0x4206, 0x40000000  # PTRACE_SEIZE of ptrace(2), and __WALL of waitpid(2)
 
 
 @pytest.mark.own_agent
@@ -158,7 +158,8 @@ def test_the_loss_of_the_agent_ends_the_wait() -> None:
         world.execute("kept = rank")
         rank = psutil.Process(world.pids[1])
         agent = psutil.Process(rank.ppid())
-        # A debugger sees the exit of a process first: the agent cannot report the death before.
+        # The exit of a traced process is first reported to its tracer, which is this process: the
+        # agent cannot see the death before `lose_agent` has called `waitpid`.
         ptrace = ctypes.CDLL(None, use_errno=True).ptrace
         ptrace.argtypes = [ctypes.c_long] * 4
         assert ptrace(SEIZE, rank.pid, 0, 0) == 0, os.strerror(ctypes.get_errno())

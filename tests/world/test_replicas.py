@@ -7,7 +7,7 @@ from nbdist.world.replicas import differing_text, incomplete_text, occurring_or_
 
 
 def ended(*steps: int, inside: int | None = None) -> dict[int, Done]:
-    """Return the ends of ranks after these optimizer steps; rank `inside` ended within its last."""
+    """Return the ends of ranks after `steps` steps; rank `inside` ended inside its last step."""
     return {
         rank: Done("error", 0.0, steps=number, is_in_step=rank == inside)
         for rank, number in enumerate(steps)
@@ -21,8 +21,8 @@ def test_ranks_at_different_steps_are_named() -> None:
         "`%dist_diff model` shows the differences, `%dist_sync model optimizer --from 0 -r all` "
         "copies from rank 0."
     )
-    said = differing_text(ended(1, 2, inside=0), ["net"], ["adam", "sgd"])
-    assert said == (
+    text = differing_text(ended(1, 2, inside=0), ["net"], ["adam", "sgd"])
+    assert text == (
         "Replicas may differ: rank 0 ended inside optimizer step 1, rank 1 after step 2. "
         "`%dist_diff net` shows the differences, `%dist_sync net adam sgd --from 1 -r all` "
         "copies from rank 1."
@@ -35,9 +35,10 @@ def test_ranks_that_need_no_copy_get_no_text() -> None:
     """Ranks that ended alike, did not train, or train models of their own get no text."""
     for done in (ended(5, 5), ended(0, 0), ended(100, 50), ended(7), ended(0, 7, 7), {}):
         assert differing_text(done) == ""
-    both = {rank: Done("error", 0.0, steps=3, is_in_step=True) for rank in range(2)}
-    assert differing_text(both)
-    assert differing_text(both, were_cut=False) == ""  # each rank has raised by itself
+    inside_step = {rank: Done("error", 0.0, steps=3, is_in_step=True) for rank in range(2)}
+    assert differing_text(inside_step)
+    # No rank was interrupted: each has raised by itself.
+    assert differing_text(inside_step, were_cut=False) == ""
 
 
 def test_variables_in_the_source_are_preferred() -> None:

@@ -36,44 +36,44 @@ pytestmark = pytest.mark.shared_world(2)
 
 HOSTS = {0: (socket.gethostname(), 0), 1: ("far", 0), 2: ("far", 1)}
 VALUES = {0: "a", 1: "b", 2: None}
-ASKED = Task("a", (0, 1, 2), fetch=("x",))
-RESULT = CellResult(ASKED, Transcript((0, 1, 2)), 0.5, {}, VALUES, HOSTS)
-NOT_ASKED = replace(RESULT, task=Task("a", (0, 1, 2)), by_rank=dict.fromkeys(range(3)))
+FETCHING = Task("a", (0, 1, 2), fetch=("x",))
+RESULT = CellResult(FETCHING, Transcript((0, 1, 2)), 0.5, {}, VALUES, HOSTS)
+NO_VALUES = replace(RESULT, task=Task("a", (0, 1, 2)), by_rank=dict.fromkeys(range(3)))
 ERROR = WorkerError(Blame(1, "node1", 4711, {}), 4, 1.2, ("KeyError", "'x'"))
 
 
 def test_values_come_in_rank_order() -> None:
-    """Values are read by rank, by machine, or in a row; a rank that failed has no value."""
+    """Values are read by rank, by machine, or in rank order; a rank that failed has no value."""
     assert (RESULT.rank(1), RESULT.rank(2)) == ("b", None)
     assert (list(RESULT), len(RESULT), RESULT.ok) == (["a", "b", None], 3, True)
     assert (RESULT[0], dict(RESULT)) == ("a", {0: "a", 1: "b", 2: None})
     assert ([*RESULT.keys()], [*RESULT.values()]) == ([0, 1, 2], ["a", "b", None])
     assert (RESULT.index("far", 1), RESULT.index("far", local_rank=0)) == (None, "b")
     assert RESULT.index("localhost", 0) == RESULT.index(socket.gethostname(), 0) == "a"
-    there = ", ".join(f"{name} {local}" for name, local in HOSTS.values())
+    places = ", ".join(f"{name} {local}" for name, local in HOSTS.values())
     for host, number in (("elsewhere", 0), ("far", 2), ("localhost", 1)):
         with pytest.raises(UsageError) as caught:
             RESULT.index(host, number)
-        said = f"No result of local rank {number} on {host}; there are {there}."
-        assert str(caught.value) == said
+        message = f"No result of local rank {number} on {host}; there are {places}."
+        assert str(caught.value) == message
     failure = Failure("ValueError", "bad", (), 5)
     failed = CellResult(RESULT.task, RESULT.transcript, 0.5, {1: failure}, {0: 5}, HOSTS)
     assert (failed.ok, list(failed)) == (False, [5])
-    assert repr(replace(NOT_ASKED, errors={1: failure})).endswith("failed on rank 1>")
+    assert repr(replace(NO_VALUES, errors={1: failure})).endswith("failed on rank 1>")
     with pytest.raises(KeyError):
         failed.rank(1)
 
 
 def test_reading_values_that_were_not_asked_raises() -> None:
-    """The error says how to ask for values: a None for each rank would be untrue."""
+    """Reading values that were not fetched raises an error with the remedy, and returns no None."""
     for read in (list, dict, lambda result: result[0], CellResult.values, CellResult.items):
         with pytest.raises(UsageError, match=r'no names were given: .+ `world.gather\("x"\)`'):
-            read(NOT_ASKED)
-    assert (len(NOT_ASKED), NOT_ASKED.ok) == (3, True)
+            read(NO_VALUES)
+    assert (len(NO_VALUES), NO_VALUES.ok) == (3, True)
 
 
 def test_a_small_last_value_comes_back(world: World) -> None:
-    """Reading a last value that is large or cannot be pickled raises an error."""
+    """A small last value comes back; reading a large or unpicklable last value raises an error."""
     assert world.execute("rank + 5")[0] == 5
     result = world.execute("x = 7\nrank * x or None;")
     assert (result[0], result.rank(1), [*result]) == (None, 7, [None, 7])
@@ -92,19 +92,19 @@ def test_a_small_last_value_comes_back(world: World) -> None:
 
 
 def test_a_result_shows_its_values_and_output() -> None:
-    """`repr` shows values that were asked for, up to a limit; texts are read by stream and rank."""
-    assert repr(NOT_ASKED) == "<CellResult of ranks 0-2, ok>"
+    """`repr` shows fetched values, up to a limit; output is read as text, by stream and rank."""
+    assert repr(NO_VALUES) == "<CellResult of ranks 0-2, ok>"
     values = "{0: 'a', 1: 'b', 2: None}"
-    asked = replace(RESULT, task=Task("a", (0, 1, 2), OpCall("run.call")))
-    assert repr(asked) == f"<CellResult of ranks 0-2, ok: {values}>"
-    assert pretty(asked, max_width=40) == f"<CellResult of ranks 0-2, ok:\n{values}>"
-    long = repr(replace(asked, by_rank={0: "x" * 5000}))
+    called = replace(RESULT, task=Task("a", (0, 1, 2), OpCall("run.call")))
+    assert repr(called) == f"<CellResult of ranks 0-2, ok: {values}>"
+    assert pretty(called, max_width=40) == f"<CellResult of ranks 0-2, ok:\n{values}>"
+    long = repr(replace(called, by_rank={0: "x" * 5000}))
     assert long.endswith("more characters>")
     assert len(long) < 2100
-    said = Transcript((0, 1))
+    transcript = Transcript((0, 1))
     for output in (Text("stdout", "50%\r100%\nend\n"), Text("stderr", "\x1b[31mbad\x1b[0m\n")):
-        said.receive(1, output, 0.0)
-    result = replace(RESULT, transcript=said)
+        transcript.receive(1, output, 0.0)
+    result = replace(RESULT, transcript=transcript)
     assert (result.stdout, result.stderr[1]) == ({0: "", 1: "100%\nend\n"}, "bad\n")
 
 
@@ -112,7 +112,7 @@ def test_a_result_shows_its_values_and_output() -> None:
 
 
 class Demanding(ValueError):
-    """An error that needs an argument to be made, and its attribute to be shown."""
+    """An error whose constructor needs an argument, and whose text needs an attribute."""
 
     def __init__(self, *, shard: int) -> None:
         self.shard = shard
@@ -133,7 +133,7 @@ class Frozen(KeyError):
 
 
 class Slotted(Exception):
-    """An error that is false, with an attribute that is in no dictionary."""
+    """An error that counts as false, with an attribute in a slot instead of a dictionary."""
 
     __slots__ = ("shard",)
 
@@ -146,7 +146,7 @@ class Slotted(Exception):
 
 
 class Proud(RuntimeError):
-    """An error from whose class no class can be derived."""
+    """An error whose class allows no subclasses."""
 
     def __init_subclass__(cls) -> None:
         raise TypeError("never")
@@ -160,7 +160,7 @@ def as_sent(error: Exception) -> WorkerError:
 
 @pytest.mark.parametrize("kind", [OSError, UnicodeDecodeError, DivisionByZero, Demanding, Frozen])
 def test_an_error_has_both_classes(kind: type[Exception]) -> None:
-    """The error is a WorkerError, with its text and attributes, and of the rank's class."""
+    """The error is a WorkerError, with its text and attributes, and also of the rank's class."""
     error = as_raised(ERROR, kinds_of(kind))
     assert isinstance(error, WorkerError)
     assert isinstance(error, kind)
@@ -179,16 +179,16 @@ def test_an_error_has_the_ranks_attributes() -> None:
     assert (undecoded.object, undecoded.start, undecoded.reason) == (b"\xff", 0, "bad")
     slotted = Slotted("a", 1)
     slotted.shard = 7
-    found: Any = as_sent(slotted)
-    assert (found.shard, found.args, found.rank, bool(found)) == (7, ("a", 1), 1, True)
+    received: Any = as_sent(slotted)
+    assert (received.shard, received.args, received.rank, bool(received)) == (7, ("a", 1), 1, True)
     demanding: Any = as_sent(Demanding(shard=5))
     assert (demanding.shard, demanding.args, str(demanding)) == (5, (), str(ERROR))
     error = ValueError(threading.Lock(), "x" * 100_000, 5)
     error.lock, error.code = threading.Lock(), 3  # type: ignore[attr-defined]
-    found = as_sent(error)
-    lock, long, number = found.args
+    received = as_sent(error)
+    lock, long, number = received.args
     assert (lock[:16], long[:3], len(long), number) == ("<unlocked _threa", "'xx", 1000, 5)
-    assert (found.code, hasattr(found, "lock")) == (3, False)
+    assert (received.code, hasattr(received, "lock")) == (3, False)
 
 
 def raised_in_rust() -> Exception:
@@ -197,20 +197,20 @@ def raised_in_rust() -> Exception:
     return caught.value
 
 
-@pytest.mark.parametrize("made", [Proud("a", 1), raised_in_rust()])
-def test_an_error_without_subclass_is_raised_itself(made: Exception) -> None:
+@pytest.mark.parametrize("original", [Proud("a", 1), raised_in_rust()])
+def test_an_error_without_subclass_is_raised_itself(original: Exception) -> None:
     """If no class can be derived, the rank's own error is raised with nbdist's line as a note."""
-    made.shard = 5  # type: ignore[attr-defined]
-    error: Any = raised(as_sent(made))
-    assert type(error) is type(made)
-    assert (error.args, error.shard, error.rank) == (made.args, 5, 1)
-    assert str(error) == str(made)
+    original.shard = 5  # type: ignore[attr-defined]
+    error: Any = raised(as_sent(original))
+    assert type(error) is type(original)
+    assert (error.args, error.shard, error.rank) == (original.args, 5, 1)
+    assert str(error) == str(original)
     assert error.__notes__ == [str(ERROR)]
     assert error._render_traceback_() == ERROR._render_traceback_()
 
 
 def test_the_first_imported_class_counts() -> None:
-    """A class counts only if its module is imported already; a copy is a plain WorkerError."""
+    """Only a class whose module is imported already is used; a copy is a plain WorkerError."""
     assert "turtledemo" not in sys.modules
     error = as_raised(ERROR, ["turtledemo:Error", *kinds_of(Demanding)])
     assert isinstance(error, Demanding)
@@ -230,7 +230,7 @@ IDLE = WorkerStatus(0, 100, "here", "idle", 0.0, 45 * 2**20, "cuda:0")
 
 
 def test_the_status_has_no_empty_columns():
-    """A column is shown if any rank has a value for the column."""
+    """Only columns in which a rank has a value are shown, and hosts only if there are several."""
     assert rows([]) == []
     assert rows([IDLE]) == [
         ("rank", "state", "pid", "device", "memory"),
@@ -270,10 +270,10 @@ def test_usage_is_one_figure_or_a_range():
 # --- log records ------------------------------------------------------------------------------
 
 
-def said(handler: BufferingHandler) -> list[tuple[int, str]]:
-    """Rank and message of each record that came to a user's handler, by rank."""
-    found = [(record.rank, record.getMessage()) for record in handler.buffer]
-    return sorted(found, key=lambda each: each[0])
+def messages_of(handler: BufferingHandler) -> list[tuple[int, str]]:
+    """Return the rank and message of each record that came to a user's handler, by rank."""
+    messages = [(record.rank, record.getMessage()) for record in handler.buffer]
+    return sorted(messages, key=lambda each: each[0])
 
 
 @pytest.fixture(scope="module")
@@ -303,8 +303,10 @@ def test_records_reach_the_notebooks_loggers(world: World, silent: logging.Logge
         "try: 1 / 0\nexcept ZeroDivisionError: logger.exception('bad')"
     )
     silent.removeHandler(handler)
-    found = [(rank, f"epoch 3 on rank {rank}") for rank in range(2)]
-    assert said(handler) == sorted([*found, (0, "bad"), (1, "bad")], key=lambda each: each[0])
+    infos = [(rank, f"epoch 3 on rank {rank}") for rank in range(2)]
+    assert messages_of(handler) == sorted(
+        [*infos, (0, "bad"), (1, "bad")], key=lambda each: each[0]
+    )
     first, second = [record for record in handler.buffer if record.rank == 1]
     assert (first.name, first.levelname, first.lineno) == ("train", "INFO", 2)
     assert before <= first.created <= time.time()
@@ -317,13 +319,13 @@ def test_no_record_is_sent_without_a_handler(
     world: World, silent: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without a handler in the notebook a worker sends no record, and the notebook prints none."""
-    silent.handlers.clear()  # handlers of pytest
+    silent.handlers.clear()  # remove those of pytest
     running = world.submit(world.task("logger.warning('to nobody')"))
     dispatch.wait(world.engine, running)
     assert running.task.log_level is None
-    told = world.gather("repr(get_ipython().kernel.records)")
-    assert told == ["<Records from level None, 0 sent, 0 dropped>"] * 2
-    # The worker's own handler of last resort has written the record.
+    summaries = world.gather("repr(get_ipython().kernel.records)")
+    assert summaries == ["<Records from level None, 0 sent, 0 dropped>"] * 2
+    # On the worker, `logging.lastResort` has written the record.
     assert "to nobody" in running.transcript[0].tail(9)[0].text  # type: ignore[union-attr]
     capsys.readouterr()
     logged = logging.makeLogRecord({"msg": "x", "levelno": logging.ERROR})
@@ -334,7 +336,7 @@ def test_no_record_is_sent_without_a_handler(
 def test_the_console_has_each_record_once(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The root logger repeats no record that ranks show; only a handler of `nbdist` does."""
+    """The root logger repeats no record that a rank has shown; a handler of `nbdist` does."""
     logger, root = logging.getLogger("nbdist"), logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(logger, "handlers", [])
@@ -354,7 +356,7 @@ def test_the_console_has_each_record_once(
 def test_a_logger_gets_the_records_of_one_rank(
     world: World, silent: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Loggers are named by host and local rank; a handler that raises fails no cell."""
+    """The logger of a host and local rank gets the rank's records; bad handlers fail no cell."""
     logger, handler = logging.getLogger(f"nbdist.{socket.gethostname()}.1"), BufferingHandler(9)
     raises = logging.Handler()  # its `emit` raises NotImplementedError
     logger.addHandler(handler)
@@ -366,5 +368,5 @@ def test_a_logger_gets_the_records_of_one_rank(
         silent.removeHandler(raises)
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
-    assert said(handler) == [(1, "little")]
+    assert messages_of(handler) == [(1, "little")]
     assert capsys.readouterr().err.count("NotImplementedError: emit must") == 1

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.sent_objects`: which objects ranks have, and which ranks have changed."""
+"""Tests of `nbdist.world.sent_objects`: the objects that ranks have, and changes of objects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def state(number: int = 0, children: tuple[int, ...] = ()) -> ObjectState:
 
 @pytest.fixture
 def objects() -> SentObjects:
-    """The table of two ranks: rank 0 has two objects, rank 1 has the first."""
+    """The table of two ranks: rank 0 has the objects 1 and 2, and rank 1 has only the object 1."""
     objects = SentObjects()
     objects.record_finished(0, Parcel(states={1: state(), 2: state(2, (1,))}), ())
     objects.record_finished(1, Parcel(states={1: state()}), ())
@@ -40,16 +40,18 @@ def test_ranks_have_the_states_that_were_sent(objects: SentObjects) -> None:
 
 
 def test_a_value_leads_to_objects_as_sent(objects: SentObjects) -> None:
-    """A value leads to the objects to which it led when a rank was sent it, also in a circle."""
+    """`reach` follows a value to objects as they were sent to the rank, even in a circle."""
     assert objects.reach(0, ("t", (..., 2), 5)) == {1, 2}
-    assert objects.reach(1, ("t", (..., 2))) == {2}, "this rank has been sent nothing of it"
+    assert objects.reach(1, ("t", (..., 2))) == {2}, (
+        "rank 1 was not sent object 2, which leads to object 1"
+    )
     assert objects.reach(0, 5) == objects.reach(0, "text") == set()
     objects.record_finished(0, Parcel(states={1: state(1, (2,))}), ())
     assert objects.reach(0, (..., 1)) == {1, 2}, "also in a circle"
 
 
 def test_objects_are_compared_once_after_each_run(objects: SentObjects) -> None:
-    """A rank's objects may differ until they are compared after a run of the notebook's code."""
+    """After the notebook has run code, a rank's objects may differ until they are compared."""
     assert objects.may_differ([0])
     objects.record_finished(0, Parcel(compared=objects.runs), ())
     assert [objects.may_differ(ranks) for ranks in ([0], [1], [0, 1], [])] == [
@@ -68,7 +70,7 @@ def test_objects_are_compared_once_after_each_run(objects: SentObjects) -> None:
 
 
 def test_parts_that_ranks_keep_are_not_sent(objects: SentObjects) -> None:
-    """Only other parts of the object are sent, until a push overwrites the whole object."""
+    """Only parts that no rank keeps are sent, until a push overwrites the whole object."""
     parts = frozenset({"a", "b"})
     assert objects.sendable_parts(1, parts) == parts
     assert objects.sendable_parts(1, None) is True
@@ -87,7 +89,7 @@ def test_parts_that_ranks_keep_are_not_sent(objects: SentObjects) -> None:
 
 
 def test_changed_parts_are_added_up(objects: SentObjects) -> None:
-    """Changed parts of an object are added up until the object is overwritten."""
+    """Changed parts of an object are collected until the object is overwritten."""
     objects.record_changed({1: frozenset({"a"}), 2: None})
     objects.record_changed({1: frozenset({"b"}), 2: frozenset({"a"})})
     assert objects.changed == {1: {"a", "b"}, 2: None}
@@ -96,7 +98,7 @@ def test_changed_parts_are_added_up(objects: SentObjects) -> None:
 
 
 def test_a_copy_ignores_later_changes(objects: SentObjects) -> None:
-    """A copy keeps its states, and shares the keys of objects with the original."""
+    """A copy of the table ignores later changes of the original, but shares the keys of objects."""
     objects.record_kept(1, None)
     copy = objects.copy()
     objects.record_finished(0, Parcel(states={1: state(9), 3: state()}), (2,))
@@ -110,7 +112,7 @@ def test_a_copy_ignores_later_changes(objects: SentObjects) -> None:
 
 
 def test_new_ranks_have_no_objects(objects: SentObjects) -> None:
-    """A rank that gets another number keeps its objects, and a new rank has none."""
+    """A rank that gets another number keeps its objects, and a new rank has no objects."""
     objects.record_finished(1, Parcel(compared=objects.runs), ())
     objects.record_replaced([0])
     assert (objects.of(0), objects.of(1)) == ({}, {1: state()})
@@ -122,7 +124,7 @@ def test_new_ranks_have_no_objects(objects: SentObjects) -> None:
 
 
 def test_a_copied_object_has_the_source_ranks_state(objects: SentObjects) -> None:
-    """A rank that gets an object from another rank has the state that was sent to that rank."""
+    """A rank that gets an object from another rank gets the state that the other rank was sent."""
     objects.record_copies(0, 1, (2, 7))
     assert objects.of(1) == {1: state(), 2: state(2)}
     objects.record_copies(0, 2, (1,))
@@ -130,14 +132,14 @@ def test_a_copied_object_has_the_source_ranks_state(objects: SentObjects) -> Non
 
 
 def test_each_rank_forgets_an_ended_object_once(objects: SentObjects) -> None:
-    """Each rank with an object that ended in the notebook is listed once, even if asked late."""
+    """A rank's objects that ended in the notebook are listed once for the rank, however late."""
     links = Links()
     objects.links = links
     thing, row = Thing(), [1]
     keys = links.add(thing, "instance").key, links.add(row, "list").key
-    both = Parcel(states=dict.fromkeys(keys, state()))
+    parcel = Parcel(states=dict.fromkeys(keys, state()))
     for rank in (0, 1):
-        objects.record_finished(rank, both, ())
+        objects.record_finished(rank, parcel, ())
     objects.record_kept(keys[0], None)
     objects.record_changed({keys[0]: None})
     assert objects.pop_forgotten([0]) == {}
@@ -145,11 +147,13 @@ def test_each_rank_forgets_an_ended_object_once(objects: SentObjects) -> None:
     assert objects.pop_forgotten([0]) == {0: (keys[0],)}
     assert (objects.theirs, objects.changed) == ({}, {})
     del row
-    assert objects.pop_forgotten([0]) == {}, "nobody has noticed that a list has ended"
+    assert objects.pop_forgotten([0]) == {}, (
+        "a list has no weak references, so nothing has noticed its end"
+    )
     links.has_dead = True
     assert objects.pop_forgotten([0]) == {0: (keys[1],)}
-    found = objects.pop_forgotten([0, 1])
-    assert {*found[1]} == {*keys}
-    assert found.keys() == {1}
+    forgotten = objects.pop_forgotten([0, 1])
+    assert {*forgotten[1]} == {*keys}
+    assert forgotten.keys() == {1}
     assert objects.pop_forgotten([0, 1]) == {}
     assert not objects.of(0).keys() & {*keys}

@@ -43,7 +43,7 @@ def store(tmp_path: Path) -> SnapshotStore:
 
 
 def take(store: SnapshotStore, name: str) -> Snapshot:
-    """Publish a snapshot of two ranks with the same `x`, for which rank 1 has left `lock` out."""
+    """Publish a snapshot of two ranks with the same `x`, from which rank 1 has left out `lock`."""
     with store.writing(name) as folder:
         parts = {}
         for rank in range(2):
@@ -59,22 +59,28 @@ def entries(folder: Path) -> list[str]:
 
 
 def test_a_complete_snapshot_is_found(store: SnapshotStore) -> None:
-    """A snapshot is found by name, by stamp, or as the newest, with this notebook's own first."""
+    """A snapshot is found by name, by stamp, or as the newest; this notebook's own is preferred."""
     with store.writing("a"):
         assert store.all() == []
-    taken = take(store, "a")
-    assert store.find("a") == store.find(f"a@{taken.stamp}") == store.find(None) == taken
-    key, size = f"a@{taken.stamp}", 2 * taken.parts[0].size
-    assert (taken.key, taken.names, taken.size) == (key, ["x"], size)
-    assert (taken.left_out, taken.versions) == ({"lock": "TypeError"}, {"torch": "2.0"})
-    assert (taken.parts[1].also, taken.problem, taken.distrust) == (("f",), "", "")
-    mine = SnapshotStore(store.root, "/mine.ipynb")
-    own, other = take(mine, "b"), take(SnapshotStore(store.root, "/other.ipynb"), "b")
-    assert (mine.find("b"), mine.of("b")) == (own, [other, own])
+    snapshot = take(store, "a")
+    assert store.find("a") == store.find(f"a@{snapshot.stamp}") == store.find(None) == snapshot
+    key, size = f"a@{snapshot.stamp}", 2 * snapshot.parts[0].size
+    assert (snapshot.key, snapshot.names, snapshot.size) == (key, ["x"], size)
+    assert (snapshot.left_out, snapshot.versions) == ({"lock": "TypeError"}, {"torch": "2.0"})
+    assert (snapshot.parts[1].also, snapshot.problem, snapshot.distrust) == (("f",), "", "")
+    own_store = SnapshotStore(store.root, "/mine.ipynb")
+    own_snapshot, other_snapshot = (
+        take(own_store, "b"),
+        take(SnapshotStore(store.root, "/other.ipynb"), "b"),
+    )
+    assert (own_store.find("b"), own_store.of("b")) == (
+        own_snapshot,
+        [other_snapshot, own_snapshot],
+    )
 
 
 def test_incomplete_snapshots_are_removed(store: SnapshotStore) -> None:
-    """The next snapshot of any name removes what a killed writer left, but no folder of others."""
+    """The next snapshot of any name removes a killed writer's folder, but no folder of others."""
     with suppress(LookupError), store.writing("a") as folder:
         write_frames(folder / "rank0.frames", [b"contents"])
         raise LookupError
@@ -92,7 +98,7 @@ def test_only_the_newest_snapshots_are_kept(store: SnapshotStore) -> None:
     keys = [take(store, "a").key for _ in range(SNAPSHOTS_PER_NAME + 2)]
     assert [each.key for each in store.of("a")] == keys[: -SNAPSHOTS_PER_NAME - 1 : -1]
     assert store.of("b") == [other]
-    assert len(entries(store.root / "a")) == SNAPSHOTS_PER_NAME + 1  # and the lock
+    assert len(entries(store.root / "a")) == SNAPSHOTS_PER_NAME + 1  # one more for the lock file
     other.folder.rename(other.folder.with_name("29991231-235959"))
     stamps = [f"29991231-235959.00{number}" for number in (1, 2)]
     assert [take(store, "b").stamp for _ in stamps] == stamps
@@ -100,7 +106,7 @@ def test_only_the_newest_snapshots_are_kept(store: SnapshotStore) -> None:
 
 
 def test_notebooks_of_one_name_keep_their_own(store: SnapshotStore) -> None:
-    """A notebook neither removes nor restores by itself what another of its name has saved."""
+    """Notebooks of one name neither remove nor restore each other's snapshots by that name."""
     a, b = (SnapshotStore(store.root, f"/proj{each}/Untitled.ipynb") for each in "AB")
     assert a.default_name == b.default_name == "Untitled"
     first = take(a, "Untitled")
@@ -115,13 +121,13 @@ def test_notebooks_of_one_name_keep_their_own(store: SnapshotStore) -> None:
 
 
 def test_a_name_of_another_notebook_is_not_removed(store: SnapshotStore) -> None:
-    """A notebook removes another's snapshot only by its stamp; then nothing of the name is left."""
+    """A notebook removes another's snapshot only by its stamp; then no file of the name is left."""
     a, b = (SnapshotStore(store.root, f"/proj{each}/Untitled.ipynb") for each in "AB")
-    taken = take(b, "x")
-    said = f"another notebook has saved it. `%dist_snapshot --remove {taken.key}` removes"
-    with pytest.raises(UsageError, match=said):
+    snapshot = take(b, "x")
+    message = f"another notebook has saved it. `%dist_snapshot --remove {snapshot.key}` removes"
+    with pytest.raises(UsageError, match=message):
         a.remove("x")
-    assert a.remove(taken.key) == [taken]
+    assert a.remove(snapshot.key) == [snapshot]
     assert entries(store.root) == []
 
 
@@ -133,36 +139,36 @@ RUN = (
 
 
 def alter(snapshot: Snapshot, **fields: Any) -> None:
-    """Write other fields into the manifest."""
+    """Change fields in the manifest of a snapshot."""
     manifest = snapshot.folder / MANIFEST
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **fields}))
 
 
 def test_another_machines_snapshot_stays_for_days(store: SnapshotStore) -> None:
-    """Nobody can see here whether a run on another machine goes on, so its snapshot stays."""
+    """A snapshot of a run on another machine stays for days, because the run may still go on."""
     recent, old = take(store, "a"), take(store, "a")
     alter(recent, process="elsewhere 1 1")
     alter(old, process="elsewhere 1 1", time=old.time - ELSEWHERE_SECONDS)
-    mine = [take(store, "a").key for _ in range(SNAPSHOTS_PER_NAME)]
-    assert [each.key for each in store.of("a")] == [*reversed(mine), recent.key]
+    own_keys = [take(store, "a").key for _ in range(SNAPSHOTS_PER_NAME)]
+    assert [each.key for each in store.of("a")] == [*reversed(own_keys), recent.key]
 
 
 @pytest.mark.world
 def test_a_runs_snapshot_stays_until_the_run_ends(store: SnapshotStore) -> None:
-    """A later run of the script finds the snapshot, and removes it only after the run's end."""
-    own = SnapshotStore(store.root, "/train.py")
+    """A later run of a script finds an earlier run's snapshot, but keeps it until that run ends."""
+    own_store = SnapshotStore(store.root, "/train.py")
     command = [sys.executable, "-c", RUN, str(store.root)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        key = other.stdout.readline().strip()  # type: ignore[union-attr]
-        assert own.find(None).key == key
-        alter(own.find(None), time=time.time() - 2 * ELSEWHERE_SECONDS)
-        mine = [take(own, "a").key for _ in range(SNAPSHOTS_PER_NAME + 1)]
-        assert [each.key for each in own.of("a")] == [*reversed(mine[1:]), key]
-        other.communicate("\n")
-    last = take(own, "a").key
-    assert [each.key for each in own.of("a")] == [last, *reversed(mine[2:])]
+    ) as process:
+        key = process.stdout.readline().strip()  # type: ignore[union-attr]
+        assert own_store.find(None).key == key
+        alter(own_store.find(None), time=time.time() - 2 * ELSEWHERE_SECONDS)
+        own_keys = [take(own_store, "a").key for _ in range(SNAPSHOTS_PER_NAME + 1)]
+        assert [each.key for each in own_store.of("a")] == [*reversed(own_keys[1:]), key]
+        process.communicate("\n")
+    last = take(own_store, "a").key
+    assert [each.key for each in own_store.of("a")] == [last, *reversed(own_keys[2:])]
 
 
 def test_an_invalid_name_is_refused(store: SnapshotStore) -> None:
@@ -174,7 +180,7 @@ def test_an_invalid_name_is_refused(store: SnapshotStore) -> None:
 
 
 def test_a_write_that_cannot_be_is_refused(store: SnapshotStore, tmp_path: Path) -> None:
-    """A name's second writer is refused; for a bad folder a line says how to name another."""
+    """A second writer of a name is refused, and so is a folder in which nothing can be written."""
     with (
         store.writing("a") as folder,
         store.writing("b"),
@@ -184,13 +190,13 @@ def test_a_write_that_cannot_be_is_refused(store: SnapshotStore, tmp_path: Path)
         pytest.fail("two write at once")
     assert not folder.exists()
     (tmp_path / "file").write_text("")
-    said = r"written: Not a directory \(.*NBDIST_SNAPSHOT_DIR"
-    with pytest.raises(UsageError, match=said), SnapshotStore(tmp_path / "file").writing("a"):
+    message = r"written: Not a directory \(.*NBDIST_SNAPSHOT_DIR"
+    with pytest.raises(UsageError, match=message), SnapshotStore(tmp_path / "file").writing("a"):
         pytest.fail("it is written")
 
 
 def test_a_missing_snapshot_is_refused_in_one_line(store: SnapshotStore) -> None:
-    """The line names the folder of the search, and the snapshots that are available."""
+    """The error is a line that names the searched folder and the available snapshots."""
     for key in (None, "a"):
         with pytest.raises(UsageError, match=f"There are no snapshots in {store.root}"):
             store.find(key)
@@ -199,9 +205,9 @@ def test_a_missing_snapshot_is_refused_in_one_line(store: SnapshotStore) -> None
     for key in ("x", "a@20200101-000000", "../a", ".part-a"):
         with pytest.raises(UsageError) as caught:
             store.find(key)
-        there = ", ".join(f"`{name}`" for name in "abcdef")
-        said = f"There is no snapshot `{key}` in {store.root}. Available: {there} …."
-        assert str(caught.value) == said
+        available = ", ".join(f"`{name}`" for name in "abcdef")
+        message = f"There is no snapshot `{key}` in {store.root}. Available: {available} …."
+        assert str(caught.value) == message
 
 
 DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
@@ -213,22 +219,22 @@ DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
 
 
 def test_damage_is_seen(store: SnapshotStore) -> None:
-    """A damaged snapshot is found, with a text about the damage; others are as they were."""
+    """A damaged snapshot is found, with a text about the damage; the older snapshot is intact."""
     for name, (file, damage, problem) in zip("abcd", DAMAGES, strict=True):
-        older, taken = take(store, name), take(store, name)
-        damage(taken.folder / file)
-        newest, other = store.of(name)
-        assert (newest.problem[: len(problem)], other.problem) == (problem, "")
-        assert (store.find(name).key, store.find(older.key)) == (taken.key, older)
+        older, damaged = take(store, name), take(store, name)
+        damage(damaged.folder / file)
+        newest, second = store.of(name)
+        assert (newest.problem[: len(problem)], second.problem) == (problem, "")
+        assert (store.find(name).key, store.find(older.key)) == (damaged.key, older)
 
 
 def test_the_next_older_intact_snapshot_is_named(store: SnapshotStore) -> None:
-    """The error has the command that restores an older snapshot, if an older is intact."""
+    """The error has the command that restores an older snapshot, if an older snapshot is intact."""
     oldest, older, newest = (take(store, "a") for _ in range(3))
     (older.folder / "rank1.frames").unlink()
-    said = str(store.damage_error(newest, "it is cut"))
-    assert said.startswith(f"The snapshot `{newest.key}` is damaged: it is cut. ")
-    assert said.endswith(f"`%dist_restore --name {oldest.key}` takes the one of {oldest.clock}.")
+    message = str(store.damage_error(newest, "it is cut"))
+    assert message.startswith(f"The snapshot `{newest.key}` is damaged: it is cut. ")
+    assert message.endswith(f"`%dist_restore --name {oldest.key}` takes the one of {oldest.clock}.")
     manifest = json.loads((oldest.folder / MANIFEST).read_text())
     (oldest.folder / MANIFEST).write_text(json.dumps(manifest | {"format": 1, "nbdist": "0.0"}))
     assert store.find(oldest.key).problem == "nbdist 0.0 wrote it in another format"
@@ -236,7 +242,7 @@ def test_the_next_older_intact_snapshot_is_named(store: SnapshotStore) -> None:
 
 
 def test_snapshots_lie_beside_log_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without log files snapshots lie in the state folder."""
+    """Snapshots lie in the folder of log files, or without log files in the state folder."""
     monkeypatch.delenv("NBDIST_SNAPSHOT_DIR", raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
     assert root_folder("") == Path("/state/nbdist/snapshots")
@@ -261,7 +267,7 @@ def test_a_damaged_connection_file_gives_no_owner(
 
 
 def test_each_rank_saves_its_own_names(world: World, tmp_path: Path) -> None:
-    """A variable that cannot be pickled is left out, but raises if it was asked for by name."""
+    """A rank saves its own names; an unpicklable variable is left out, or refused if requested."""
     world.restart()
     with pytest.raises(UsageError, match=r"written: no cell has bound a name on the workers\.$"):
         world.snapshot(name="a")
@@ -270,9 +276,9 @@ def test_each_rank_saves_its_own_names(world: World, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"written: no rank has `y`, `z`\.$"):
         world.snapshot(["y", "x", "z"], name="a")
     assert entries(tmp_path / "a") == [".lock"]
-    taken = world.snapshot(name="a")
-    assert [taken.parts[rank].names for rank in (0, 1)] == [("history", "x"), ("x",)]
-    assert taken.left_out == {"lock": "TypeError: cannot pickle '_thread.lock' object"}
+    snapshot = world.snapshot(name="a")
+    assert [snapshot.parts[rank].names for rank in (0, 1)] == [("history", "x"), ("x",)]
+    assert snapshot.left_out == {"lock": "TypeError: cannot pickle '_thread.lock' object"}
     with pytest.raises(UsageError, match=r"ranks 0-1: `lock` cannot be pickled: TypeError"):
         world.snapshot(["x", "lock"], name="a")
     with pytest.raises(UsageError, match=r"`a@\S+` has no y; it has history, x"):
@@ -282,7 +288,7 @@ def test_each_rank_saves_its_own_names(world: World, tmp_path: Path) -> None:
 
 
 def test_positional_arguments_are_variables(world: World) -> None:
-    """Positional arguments name variables, `name` the snapshot, as the text of an error recalls."""
+    """Positional arguments name variables, `name=` the snapshot; errors show the right command."""
     world.execute("x, y = 1, 2")
     assert world.snapshot("x", "y", name="a").names == ["x", "y"]
     assert world.snapshot(["y"], name="c").names == ["y"]
@@ -292,8 +298,8 @@ def test_positional_arguments_are_variables(world: World) -> None:
         with pytest.raises(UsageError, match=r"no rank has `x.*: `%dist_snapshot x` saves"):
             world.snapshot("y", part)
     assert world.restore("y", name="a").names == ("y",)
-    said = r"has no a; it has y\. `%dist_restore --name a` restores the snapshot of this name"
-    with pytest.raises(UsageError, match=said):
+    message = r"has no a; it has y\. `%dist_restore --name a` restores the snapshot of this name"
+    with pytest.raises(UsageError, match=message):
         world.restore("a", name="c")
     with pytest.raises(WorldNotStarted):
         World(2).snapshot(["x"], name="a")
@@ -318,22 +324,22 @@ def test_a_world_of_another_size_restores_some_ranks(world: World) -> None:
 
 
 def test_functions_of_another_python_are_refused(world: World) -> None:
-    """The error is a line with both versions, and no other variable is bound either."""
+    """The error is a line with both versions of Python; other variables are not bound either."""
     world.execute("from nbdist.values import definitions\ndef f(): pass\nx = 'old'")
     world.execute("here, definitions.PYTHON = definitions.PYTHON, (3, 1)")
     manifest = world.snapshot("f", "x", name="a").folder / MANIFEST
-    told = json.loads(manifest.read_text())
-    assert told["versions"] == {**versions_here()}
-    told["versions"]["cloudpickle"] = "1.5.0"
-    manifest.write_text(json.dumps(told))
+    fields = json.loads(manifest.read_text())
+    assert fields["versions"] == {**versions_here()}
+    fields["versions"]["cloudpickle"] = "1.5.0"
+    manifest.write_text(json.dumps(fields))
     world.execute("definitions.PYTHON, x = here, 'now'")
-    here = ".".join(map(str, sys.version_info[:2]))
-    said = rf"ranks 0-1: .* a function of Python 3.1 cannot be used in {here} "
+    version = ".".join(map(str, sys.version_info[:2]))
+    message = rf"ranks 0-1: .* a function of Python 3.1 cannot be used in {version} "
     with pytest.raises(
-        UsageError, match=rf"{said}\(written with cloudpickle 1.5.0, here is .*\)\."
-    ) as it:
+        UsageError, match=rf"{message}\(written with cloudpickle 1.5.0, here is .*\)\."
+    ) as caught:
         world.restore(name="a")
-    assert "\n" not in str(it.value)
+    assert "\n" not in str(caught.value)
     assert world.gather("x") == ["now", "now"]
 
 
@@ -359,7 +365,7 @@ def test_a_damaged_snapshot_is_not_restored(world: World) -> None:
 
 
 def test_a_value_that_cannot_be_rebuilt_binds_nothing(world: World) -> None:
-    """A line says why the value cannot be restored, and nothing is bound on any rank."""
+    """The error says why the value cannot be restored, and nothing is bound on any rank."""
     world.execute(
         "def made():\n    if rank: raise ValueError('not now')\n"
         "class Odd:\n    def __reduce__(self): return made, ()\n"
@@ -419,12 +425,12 @@ def test_a_failed_write_keeps_earlier_snapshots(world: World, tmp_path: Path) ->
     """The error of a rank that fails during a write is raised; earlier snapshots stay."""
     world.execute("x = 1")
     world.snapshot(["x"], name="a")
-    for source, kind, said in (
+    for source, kind, message in (
         ("raise FileNotFoundError('lost')", FileNotFoundError, "FileNotFoundError: lost"),
         ("os.kill(os.getpid(), 9)", WorkerDied, "SIGKILL"),
     ):
         world.execute(BOMB.format(source))
-        with pytest.raises(kind, match=said) as caught:
+        with pytest.raises(kind, match=message) as caught:
             world.snapshot(["x"], name="a")
         assert isinstance(caught.value, WorkerError)
         assert len(entries(tmp_path / "a")) == 2

@@ -24,8 +24,8 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def spec_of(**asked: object) -> WorldSpec:
-    return make_spec(WorldConfig(**asked))[0]  # type: ignore[arg-type]
+def spec_of(**options: object) -> WorldSpec:
+    return make_spec(WorldConfig(**options))[0]  # type: ignore[arg-type]
 
 
 def test_env_wins_over_file_and_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +42,7 @@ def test_env_wins_over_file_and_notebook(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("options", "message"),
     [
         ({"env": {"RANK": "1"}}, "`--env`: RANK is set by nbdist and cannot be changed."),
         ({"env": {"A B": "1"}}, "`--env`: 'A B' and its value cannot be in an environment."),
@@ -53,20 +53,22 @@ def test_env_wins_over_file_and_notebook(tmp_path: Path, monkeypatch: pytest.Mon
         ({"n": 100_000}, "`-n 100000`: 100,000 workers take more than"),
     ],
 )
-def test_an_impossible_option_is_refused_in_one_line(asked: dict[str, object], said: str) -> None:
-    """The line names the option and the cause, before anything starts."""
-    with pytest.raises(UsageError) as found:
-        spec_of(**asked)
-    assert str(found.value).startswith(said)
-    assert "\n" not in str(found.value)
+def test_an_impossible_option_is_refused_in_one_line(
+    options: dict[str, object], message: str
+) -> None:
+    """The error is a line that names the option and the cause."""
+    with pytest.raises(UsageError) as caught:
+        spec_of(**options)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
 
 
 def test_threads_are_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OMP_NUM_THREADS is cores / workers unless the user has set it, or `--cpus`."""
+    """OMP_NUM_THREADS is cores / workers unless the user has set it or has given `--cpus`."""
     cores = len(os.sched_getaffinity(0))
 
-    def threads(**asked: object) -> tuple[int, str]:
-        spec = spec_of(**asked)
+    def threads(**options: object) -> tuple[int, str]:
+        spec = spec_of(**options)
         return spec.threads, torchrun_variables(spec, 0, 0)["OMP_NUM_THREADS"]
 
     for n in (1, 2 * cores):
@@ -80,7 +82,7 @@ def test_threads_are_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_workers_that_need_a_new_interpreter_are_spawned() -> None:
-    """Variables that an interpreter reads at its start, and other interpreters, exclude a fork."""
+    """Wrappers, other interpreters, and variables that are read at a start exclude a fork."""
     assert spec_of(n=1).config.fork
     assert not spec_of(n=1, wrap="nice -n 5").config.fork
     assert not spec_of(n=1, debug=True).config.fork
@@ -92,7 +94,7 @@ def test_workers_that_need_a_new_interpreter_are_spawned() -> None:
 def test_another_interpreter_has_its_own_packages(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Another interpreter gets the entries of the notebook's path that were added by hand."""
+    """Another interpreter gets PYTHONPATH and entries added to `sys.path`, but no site-packages."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHON_EXEC", "/bin/sh")
     spec = spec_of(n=1, env={"PYTHONPATH": "/first:/second"})
@@ -105,23 +107,23 @@ def test_another_interpreter_has_its_own_packages(
 
 
 def test_ranks_share_a_gpu_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several ranks use a GPU only with `share_gpus`, with a warning, also after scaling."""
+    """Several ranks share a GPU only with `share_gpus`, with a warning, also after scaling."""
     monkeypatch.setattr(topology, "installed_gpus", lambda: 1)
     with pytest.raises(NotEnoughGpus, match="`--share-gpus` for several on one"):
         spec_of(n=4)
-    spec, said = make_spec(WorldConfig(n=4, share_gpus=True))
+    spec, warning = make_spec(WorldConfig(n=4, share_gpus=True))
     assert (spec.gpus, spec.backend) == (("0",), "cpu:gloo,cuda:nccl")
     slow = " ranks of nccl on 1 GPU with `--share-gpus`: slow"
-    assert said.startswith(f"4{slow}")
+    assert warning.startswith(f"4{slow}")
     assert scaled(spec, 8)[1].startswith(f"8{slow}")
 
 
 def test_a_class_of_nccl_counts_as_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class of nccl has the variables of nccl, and needs a GPU for each rank."""
+    """A backend such as `nccl-legacy` has nccl's variables, and needs a GPU for each rank."""
     monkeypatch.setattr(topology, "installed_gpus", lambda: 2)
-    made = spec_of(n=2, backend="cpu:gloo,cuda:nccl-legacy")
-    assert made.backend == "cpu:gloo,cuda:nccl-legacy"
-    assert "NCCL_RAS_ENABLE" in torchrun_variables(made, 0, 1)
+    spec = spec_of(n=2, backend="cpu:gloo,cuda:nccl-legacy")
+    assert spec.backend == "cpu:gloo,cuda:nccl-legacy"
+    assert "NCCL_RAS_ENABLE" in torchrun_variables(spec, 0, 1)
     with pytest.raises(NotEnoughGpus):
         spec_of(n=3, backend="nccl-legacy")
 
@@ -130,8 +132,8 @@ def test_each_rank_has_a_mig_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank has a MIG slice of its own; NCCL_NVLS_ENABLE is refused if ranks share a GPU."""
     monkeypatch.setattr(topology, "installed_gpus", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
-    spec, said = make_spec(WorldConfig(n=2))
-    assert (spec.backend, said) == ("cpu:gloo,cuda:nccl", "")
+    spec, warning = make_spec(WorldConfig(n=2))
+    assert (spec.backend, warning) == ("cpu:gloo,cuda:nccl", "")
     assert [spec.gpus_of(rank) for rank in (0, 1)] == [("MIG-a",), ("MIG-b",)]
     with pytest.raises(NotEnoughGpus, match="3 ranks asked, 2 GPUs visible"):
         spec_of(n=3)
@@ -158,7 +160,7 @@ HERE = Here(
 
 
 def test_the_spec_follows_from_options_and_process() -> None:
-    """The spec follows from options and process alone; `-j` has the number of ranks on a node."""
+    """The spec follows from the options and from `Here` alone; `-j` places ranks on nodes."""
     spec, warning = make_spec(WorldConfig(n=2), "run", HERE)
     assert (spec.backend, warning, spec.name, spec.log_limit) == ("gloo", "", "run", 1 << 20)
     assert (spec.environ, spec.cwd, spec.argv) == (HERE.environ, "/work", HERE.argv)
@@ -169,10 +171,10 @@ def test_the_spec_follows_from_options_and_process() -> None:
     spec = spec_of(layout="2x1")
     assert (spec.world_size, spec.slots) == (2, ((0, 0), (1, 0)))
     assert spec_of(layout="1x2").slots == ()  # a single node needs no slots
-    # `parse_args()` in a cell would end at a kernel's arguments, which are Jupyter's.
+    # `parse_args()` in a cell would fail on a kernel's arguments, which come from Jupyter.
     for argv in (("x.py", "-f", "/k-1.json"), ("x.py", "--f=/k-1.json", "--debug")):
         assert make_spec(WorldConfig(1), "run", replace(HERE, argv=argv))[0].argv == argv[:1]
-    # NBDIST_SETS names exactly the variables of a worker.
+    # NBDIST_SETS names exactly the variables that nbdist sets for a worker.
     with_nccl = replace(spec_of(n=1), backend="nccl", gpus=("0",))
     assert torchrun_variables(with_nccl, 0, 0).keys() == NBDIST_SETS
 
@@ -181,18 +183,18 @@ def test_simulated_nodes_are_scaled_as_they_were() -> None:
     """After scaling down, new ranks first take the free slots; further ranks get new nodes."""
     spec = make_spec(WorldConfig(layout="2x2"), "run", HERE)[0]
     assert spec.slots == place_ranks((), (2, 2), 4)
-    one = scaled(spec, 1, 8)[0]
-    assert (one.slot(0).nodes, one.slot(0).local_world_size) == (1, 1)
-    assert scaled(one, 3, 8)[0].slots == place_ranks((), (2, 2), 3)
-    assert scaled(one, 5, 8)[0].slots == place_ranks((), (2, 2, 2), 5)
+    shrunk = scaled(spec, 1, 8)[0]
+    assert (shrunk.slot(0).nodes, shrunk.slot(0).local_world_size) == (1, 1)
+    assert scaled(shrunk, 3, 8)[0].slots == place_ranks((), (2, 2), 3)
+    assert scaled(shrunk, 5, 8)[0].slots == place_ranks((), (2, 2, 2), 5)
 
 
 def test_the_spec_has_all_options() -> None:
     """The spec has all options, and nbdist's choice for each option that was not given."""
     config = WorldConfig(salloc="-p x", copy_env="LD_*", log_dir="/logs")
-    here = replace(HERE, environ={"LD_LIBRARY_PATH": "/x"})
+    process = replace(HERE, environ={"LD_LIBRARY_PATH": "/x"})
     chosen = {"launcher": "slurm", "name": "run", "python": sys.executable, "fork": False}
-    spec = make_spec(config, "run", here)[0]
+    spec = make_spec(config, "run", process)[0]
     assert spec.config == replace(config, **chosen)  # type: ignore[arg-type]
     config = make_spec(WorldConfig(2), "run", HERE)[0].config
     assert (config.launcher, config.name, config.python) == ("local", "run", None)
@@ -201,22 +203,22 @@ def test_the_spec_has_all_options() -> None:
 def test_other_machines_get_only_named_variables() -> None:
     """Other machines get variables of `--env` and `--copy-env`, but none that names a rank."""
     environ = {"HF_HOME": "/hf", "HF_TOKEN": "x", "SECRET": "y", "RANK": "0", "LANG": "C"}
-    here = replace(HERE, environ=environ)
+    process = replace(HERE, environ=environ)
     config = WorldConfig(1, hosts="a", copy_env="HF_*, LANG,RA*", env={"A": "1", "LANG": "de"})
-    found = {"HF_HOME": "/hf", "HF_TOKEN": "x", "A": "1", "LANG": "de"}
-    assert make_spec(config, "run", here)[0].environ == found
+    expected = {"HF_HOME": "/hf", "HF_TOKEN": "x", "A": "1", "LANG": "de"}
+    assert make_spec(config, "run", process)[0].environ == expected
 
 
 def test_a_world_elsewhere_is_not_judged_by_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other machines may have more GPUs; a size is refused only by the slots of `--hosts`."""
     monkeypatch.setattr(topology, "installed_gpus", lambda: 0)
     config = WorldConfig(hosts="a:4,b:2", gpus="0,1", env={"LD_LIBRARY_PATH": "/x"})
-    spec, said = make_spec(config, "run", HERE)
-    assert (spec.gpus, spec.config.fork, said) == ((), False, "")
-    there = replace(spec, backend="nccl", slots=place_ranks((), (4, 2), 6), world_size=6)
-    assert scaled(there, 5) == (replace(there, world_size=5), "")
+    spec, warning = make_spec(config, "run", HERE)
+    assert (spec.gpus, spec.config.fork, warning) == ((), False, "")
+    remote = replace(spec, backend="nccl", slots=place_ranks((), (4, 2), 6), world_size=6)
+    assert scaled(remote, 5) == (replace(remote, world_size=5), "")
     with pytest.raises(UsageError, match="`-n 7 --hosts a:4,b:2`: the hosts have room for 6 w"):
-        scaled(there, 7)
+        scaled(remote, 7)
 
 
 def test_env_files_are_read_without_expansion() -> None:
@@ -239,7 +241,7 @@ def test_env_files_are_read_without_expansion() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (b"A=1\n\nno value here\n", ", line 3 (`no value here`): lines are NAME=value, NAME='v"),
         (b"2A=secret", ", line 1 (`2A`): lines are NAME=value,"),
@@ -248,14 +250,14 @@ def test_env_files_are_read_without_expansion() -> None:
         (b"A=\xff\n", "`: it is not a text in UTF-8."),
     ],
 )
-def test_a_bad_env_file_is_refused_with_its_line(tmp_path: Path, text: bytes, said: str) -> None:
-    """The error shows no value, which may be secret; marks of Windows are no part of values."""
+def test_a_bad_env_file_is_refused_with_its_line(tmp_path: Path, text: bytes, message: str) -> None:
+    """The error shows no value, which may be secret; a byte-order mark and CRLF are ignored."""
     file = tmp_path / ".env"
     file.write_bytes(text)
-    with pytest.raises(UsageError) as found:
+    with pytest.raises(UsageError) as caught:
         read_env_file(str(file))
-    assert str(found.value).removeprefix("`--env-file ").startswith(f"{file}{said}")
-    assert "secret" not in str(found.value)
-    assert "\n" not in str(found.value)
+    assert str(caught.value).removeprefix("`--env-file ").startswith(f"{file}{message}")
+    assert "secret" not in str(caught.value)
+    assert "\n" not in str(caught.value)
     file.write_bytes(b"\xef\xbb\xbfA=1\r\nA=2\r\n")
     assert read_env_file(str(file)) == {"A": "2"}

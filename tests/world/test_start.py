@@ -1,4 +1,4 @@
-"""Tests of how `World` starts its workers: environment (also a torchrun's), name, program."""
+"""Tests of how `World` starts workers: environment (compared with torchrun's), name, program."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def world(folder: Path) -> Iterator[World]:
-    """A world with a name, logs and variables of its own."""
+    """A world with a name, log files, and variables from `env` and from an `env_file`."""
     file = folder / ".env"
     file.write_text("export FROM_FILE='a b'\n")
     with World(
@@ -48,14 +48,18 @@ def test_a_replaced_rank_has_the_same_environment(world: World, folder: Path) ->
     root = Path(world.logs[0]).parent
     assert (root.parent, root.name[:8]) == (folder / "exp" / "run", "attempt_")
     assert [Path(world.logs[rank]) for rank in range(2)] == [root / "0", root / "1"]
-    mine = f"[{ENVIRON}[name] for name in ('GIVEN', 'FROM_FILE', 'NBDIST_WORLD', 'LOCAL_RANK')]"
+    some_variables = (
+        f"[{ENVIRON}[name] for name in ('GIVEN', 'FROM_FILE', 'NBDIST_WORLD', 'LOCAL_RANK')]"
+    )
     expected = [["1", "a b", "exp/run", str(rank)] for rank in range(2)]
-    assert world.gather(mine) == expected
-    alike = f"{{name: {ENVIRON}[name] for name in {ENVIRON} if name != 'NBDIST_WORKER_PID'}}"
-    before = world.gather(alike)
+    assert world.gather(some_variables) == expected
+    all_variables = (
+        f"{{name: {ENVIRON}[name] for name in {ENVIRON} if name != 'NBDIST_WORKER_PID'}}"
+    )
+    before = world.gather(all_variables)
     with pytest.raises(WorkerDied):
         world.execute("import os\nif rank: os._exit(3)")
-    assert world.gather(alike) == before
+    assert world.gather(all_variables) == before
     assert "GIVEN" not in os.environ
 
 
@@ -74,39 +78,39 @@ def test_a_renumbered_rank_has_log_files_of_its_own(world: World) -> None:
 
 
 def test_a_restart_keeps_options_that_are_not_given(world: World, tmp_path: Path) -> None:
-    """A restart that is refused, or whose workers cannot start, leaves the options as they were."""
+    """A restart keeps the options that are not given; a refused or failed restart keeps all."""
     with pytest.raises(UsageError):
         world.restart(name="../x")
     assert world.gather("rank") == [0, 1]
-    said = refused(world, "no-such -x")
-    assert "could not start: no-such: No such file or directory." in said
-    assert f"`no-such -x {sys.executable} -P -m nbdist.worker`" in said
-    # Versions other than the notebook's are found before torch is imported.
-    (other := tmp_path / "torch-1.9.0.dist-info").mkdir()
-    (other / "METADATA").write_text("Name: torch\nVersion: 1.9.0\n")
-    said = refused(world, f"env PYTHONPATH={tmp_path}")
+    line = refused(world, "no-such -x")
+    assert "could not start: no-such: No such file or directory." in line
+    assert f"`no-such -x {sys.executable} -P -m nbdist.worker`" in line
+    # A worker compares its versions with the notebook's before it imports torch.
+    (dist_info := tmp_path / "torch-1.9.0.dist-info").mkdir()
+    (dist_info / "METADATA").write_text("Name: torch\nVersion: 1.9.0\n")
+    line = refused(world, f"env PYTHONPATH={tmp_path}")
     start = f"the workers could not start: {sys.executable} has torch 1.9.0, the notebook "
-    assert said.startswith(f"{start}{version('torch')}: functions and values go")
-    assert said.endswith("`--python` names another one.")
+    assert line.startswith(f"{start}{version('torch')}: functions and values go")
+    assert line.endswith("`--python` names another one.")
     world.start()
     assert world.gather(f"{ENVIRON}['GIVEN']") == ["1"] * 2
     world.restart(env={"MORE": "2"}, cpus=3)
-    mine = f"({ENVIRON}['GIVEN'], {ENVIRON}['MORE'], {ENVIRON}['OMP_NUM_THREADS'])"
-    assert world.gather(mine) == [("1", "2", "3")] * 2
+    variables = f"({ENVIRON}['GIVEN'], {ENVIRON}['MORE'], {ENVIRON}['OMP_NUM_THREADS'])"
+    assert world.gather(variables) == [("1", "2", "3")] * 2
     assert world.gather("torch.get_num_threads()") == [3] * 2
 
 
 def refused(world: World, wrap: str) -> str:
     """Return the line that says why workers cannot be started with this wrapper."""
-    with pytest.raises(StartError) as found:
+    with pytest.raises(StartError) as caught:
         world.restart(wrap=wrap)
-    (said,) = str(found.value).splitlines()
-    return said
+    (line,) = str(caught.value).splitlines()
+    return line
 
 
 @pytest.mark.own_agent
 def test_a_wrapped_worker_has_another_interpreter(tmp_path: Path) -> None:
-    """The worker has the packages of its virtual environment, and the wrapper's settings.
+    """A worker has the packages of its virtual environment, and its wrapper's settings.
 
     The wrapper stays as a process between agent and worker: Stop does not end the wrapper, which
     dies with the agent.
@@ -115,9 +119,9 @@ def test_a_wrapped_worker_has_another_interpreter(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "venv", "--without-pip", str(venv)]
     subprocess.run(command, check=True, timeout=SOON)
     (site,) = venv.glob("lib/python*/site-packages")
-    here = [entry for entry in sys.path if entry.endswith("site-packages")]
+    packages = [entry for entry in sys.path if entry.endswith("site-packages")]
     root = str(Path(nbdist.__file__).parent.parent)
-    (site / "packages.pth").write_text("\n".join([*here, root]))
+    (site / "packages.pth").write_text("\n".join([*packages, root]))
     (site / "only_there.py").write_text("x = 7\n")
     python = str(venv / "bin" / "python")
     wrapper = tmp_path / "stays"
@@ -126,10 +130,10 @@ def test_a_wrapped_worker_has_another_interpreter(tmp_path: Path) -> None:
     wrap = shlex.join([str(wrapper), "nice", "-n", "5", "env", "WRAPPED=yes"])
     with World(1, log_dir="", fork=False, python=python, wrap=wrap) as world:
         world.execute("import os, sys, only_there")
-        found = world.gather("(sys.executable, sys.prefix, only_there.x)")
-        assert found == [(python, str(venv), 7)]
-        mine = f"[{ENVIRON}[name] for name in ('PYTHON_EXEC', 'WRAPPED', 'RANK')]"
-        assert world.gather(mine) == [[python, "yes", "0"]]
+        interpreters = world.gather("(sys.executable, sys.prefix, only_there.x)")
+        assert interpreters == [(python, str(venv), 7)]
+        variables = f"[{ENVIRON}[name] for name in ('PYTHON_EXEC', 'WRAPPED', 'RANK')]"
+        assert world.gather(variables) == [[python, "yes", "0"]]
         assert world.gather("os.nice(0)") == [5 + os.nice(0)]
         (worker,) = world.gather("os.getpid()")
         assert psutil.Process(worker).cmdline() == [python, "-P", "-m", "nbdist.worker"]
@@ -147,22 +151,22 @@ MISMATCH = "Detected mismatch between collectives"
 
 
 def test_debug_tells_which_collectives_differ(world: World) -> None:
-    """With `debug`, a collective that differs between ranks raises with C++ stacks."""
+    """With `debug`, a collective that differs between ranks raises an error with C++ stacks."""
     world.restart(debug=True)
     environ = world.gather(f"{{**{ENVIRON}}}")[1]
     assert environ["CUDA_LAUNCH_BLOCKING"] == "1"
-    # With this variable torch's watchdog would end a worker that waits.
+    # With NCCL_DESYNC_DEBUG, torch's watchdog would end a worker that waits.
     assert "NCCL_DESYNC_DEBUG" not in environ
     ran = run(world, "x = torch.ones(2 + rank)\ndist.all_reduce(x)")
     assert MISMATCH in str(ran.error)
-    said = ran.failure().message
-    assert "Tensor shapes: 2vs 3" in said
-    assert "C++ CapturedTraceback" in said or "frame #" in said
+    message = ran.failure().message
+    assert "Tensor shapes: 2vs 3" in message
+    assert "C++ CapturedTraceback" in message or "frame #" in message
     world.execute("dist.barrier()")
 
 
 def test_torchs_debug_level_reaches_a_fork(world: World) -> None:
-    """A fork checks collectives though its torch was imported before, also in renewed groups."""
+    """A forked worker checks collectives though torch was imported before, also in new groups."""
     world.restart(debug=False, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     world.execute("group = dist.new_group([0, 1])")
     with pytest.raises(WorkerError, match="ZeroDivisionError"):
@@ -173,7 +177,7 @@ def test_torchs_debug_level_reaches_a_fork(world: World) -> None:
     world.execute("dist.all_reduce(torch.ones(1), group=group)")
 
 
-# --- beside a real torchrun's, name by name -----------------------------------------------------
+# --- environments compared with those of a real torchrun ---------------------------------------
 
 
 TORCHRUN_TIMEOUT = 100.0
@@ -186,7 +190,7 @@ CORES = len(os.sched_getaffinity(0))
 
 Environs = list[Mapping[str, str]]
 
-# The table in nbdist.wire.spec says why.
+# `torchrun_variables` in nbdist.wire.spec says why these values differ from torchrun's.
 OTHER_VALUES = {
     "OMP_NUM_THREADS",
     "TORCHELASTIC_USE_AGENT_STORE",
@@ -200,7 +204,7 @@ ONLY_HERE = {
 }
 # Variables that every ipykernel sets, for commands in cells.
 IPYKERNELS = {"PAGER", "GIT_PAGER", "CLICOLOR", "CLICOLOR_FORCE", "FORCE_COLOR", "TERM"}
-# Numbers, names and paths of the run.
+# Variables with a number, name or path that is different in each run.
 OF_THE_RUN = {
     *("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "PYTEST_CURRENT_TEST")
 }
@@ -261,27 +265,29 @@ def plain_world() -> Iterator[World]:
 def test_the_environment_is_torchruns(
     plain_world: World, torchruns: Mapping[str, Environs], layout: str
 ) -> None:
-    """Names and values are torchrun's, except for the names in the documented table."""
+    """Names and values are torchrun's, except for the variables that are listed above."""
     world = plain_world
     if layout != world.engine.rank_table.layout:
         world.restart(layout=layout)
-    ours: Environs = world.gather("{**__import__('os').environ}")
-    theirs = torchruns[layout]
-    for mine, its in zip(ours, theirs, strict=True):
-        assert its.keys() - mine.keys() == ONLY_TORCHRUN
-        assert mine.keys() - its.keys() - IPYKERNELS == ONLY_HERE
-        differ = {name for name in its.keys() & mine.keys() if its[name] != mine[name]}
+    of_nbdist: Environs = world.gather("{**__import__('os').environ}")
+    of_torchrun = torchruns[layout]
+    for worker, reference in zip(of_nbdist, of_torchrun, strict=True):
+        assert reference.keys() - worker.keys() == ONLY_TORCHRUN
+        assert worker.keys() - reference.keys() - IPYKERNELS == ONLY_HERE
+        differ = {
+            name for name in reference.keys() & worker.keys() if reference[name] != worker[name]
+        }
         assert differ - OF_THE_RUN <= OTHER_VALUES
-        assert mine["OMP_NUM_THREADS"] == str(max(1, CORES // world.size))
-        assert mine["TORCHELASTIC_USE_AGENT_STORE"] == "False"
-        assert mine["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-        assert mine["PYTHON_EXEC"] == sys.executable
-    # Each rank of torchrun has a file of its own for its error, and so here.
-    for environs in (ours, theirs):
+        assert worker["OMP_NUM_THREADS"] == str(max(1, CORES // world.size))
+        assert worker["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+        assert worker["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+        assert worker["PYTHON_EXEC"] == sys.executable
+    # Each rank has an error file of its own, with torchrun and with nbdist.
+    for environs in (of_nbdist, of_torchrun):
         assert len({each["TORCHELASTIC_ERROR_FILE"] for each in environs}) == len(environs)
         assert len({each["MASTER_PORT"] for each in environs}) == 1
     world.execute("x = torch.ones(1) * rank; dist.all_reduce(x)")
     assert world.gather("(rank, world_size, local_rank, str(device), int(x))") == [
-        (rank, world.size, int(its["LOCAL_RANK"]), "cpu", sum(range(world.size)))
-        for rank, its in enumerate(theirs)
+        (rank, world.size, int(reference["LOCAL_RANK"]), "cpu", sum(range(world.size)))
+        for rank, reference in enumerate(of_torchrun)
     ]

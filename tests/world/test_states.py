@@ -22,16 +22,18 @@ pytestmark = pytest.mark.shared_world
 
 def reachable(start: WorldState) -> set[WorldState]:
     """Return all states that events lead to from this state."""
-    found: set[WorldState] = set()
-    more = {start}
-    while more:
-        found |= more
-        more = {goal for (origin, _), goal in states.TRANSITIONS.items() if origin in more} - found
-    return found
+    reached: set[WorldState] = set()
+    newest = {start}
+    while newest:
+        reached |= newest
+        newest = {
+            goal for (origin, _), goal in states.TRANSITIONS.items() if origin in newest
+        } - reached
+    return reached
 
 
 def test_every_state_can_stop_or_lose_its_agent():
-    """Every state can stop or lose its agent; a death breaks the group of a world with workers."""
+    """A world in any state can stop or lose its agent; a death breaks the group of its workers."""
     derived = {WorldState.RUNNING, WorldState.INTERRUPTING, WorldState.STUCK}
     assert reachable(WorldState.STOPPED) == {*WorldState} - derived
     assert {next_state(state, Event.AGENT_LOST) for state in WorldState} == {WorldState.LOST}
@@ -46,7 +48,7 @@ def test_every_state_can_stop_or_lose_its_agent():
 
 
 def test_new_numbers_of_ranks_are_written_out() -> None:
-    """Ranks that have moved in order are named together, and others each by itself."""
+    """Renumbered ranks that keep their order are named together, and others each by itself."""
     assert states.size_text(2, {3: 0}) == "now 2 workers · rank 3 is now rank 0"
     assert states.size_text(3, {}) == "now 3 workers"
     assert states.moved_text({2: 1, 3: 2}) == "ranks 2-3 are now ranks 1-2"
@@ -73,7 +75,7 @@ def test_machines_are_named_with_their_ranks() -> None:
 # --- prompts ----------------------------------------------------------------------------------
 
 
-def asked(*ranks: int, by_debugger: bool = False) -> Prompts:
+def prompts_of(*ranks: int, by_debugger: bool = False) -> Prompts:
     prompts = Prompts()
     for rank in ranks:
         prompts.receive(rank, InputRequest(rank + 1, "> ", by_debugger=by_debugger), 0.0)
@@ -81,19 +83,19 @@ def asked(*ranks: int, by_debugger: bool = False) -> Prompts:
 
 
 def test_prompts_come_in_the_order_of_ranks():
-    """A lower rank comes first even if another rank was faster: lower ranks get a moment."""
-    prompts = asked(2)
+    """The lowest rank that asks within a moment comes first, even if another rank asked before."""
+    prompts = prompts_of(2)
     assert prompts.next(0.0, unfinished={0, 1, 2}) is None
     prompts.receive(1, InputRequest(2, "> "), states.SETTLE_SECONDS / 2)
     assert prompts.next(states.SETTLE_SECONDS, unfinished={0, 1, 2}) is None
     assert prompts.next(states.SETTLE_SECONDS * 2, unfinished={0, 1, 2}) == 1
-    assert prompts.next(states.SETTLE_SECONDS / 2, unfinished={1, 2}) == 1  # no other rank can come
+    assert prompts.next(states.SETTLE_SECONDS / 2, unfinished={1, 2}) == 1  # rank 0 has finished
     assert prompts.ranks == (1, 2)
 
 
 def test_an_answered_rank_comes_first_again():
-    """A rank that was answered comes first again for a moment; overlapping waits count once."""
-    prompts = asked(0, 1)
+    """An answered rank has a moment to ask again before others; overlapping waits count once."""
+    prompts = prompts_of(0, 1)
     prompts.answered(0, 1.0)
     assert prompts.next(1.0, unfinished={0, 1}) is None
     prompts.receive(0, InputRequest(9, "> "), 1.1)
@@ -108,16 +110,16 @@ def test_an_answered_rank_comes_first_again():
 
 
 def test_a_typed_line_is_for_one_rank():
-    """The prompt names the rank; in programs other than the debugger `-r` has no meaning."""
-    prompts = asked(0, 1, 3)
+    """The prompt names the rank; outside the debugger, `-r` in a typed line has no meaning."""
+    prompts = prompts_of(0, 1, 3)
     assert prompts.prompt(3) == "[rank 3] > "
     assert prompts.answers(3, "-r all c", size=4) == {3: "-r all c"}
     assert prompts.text == "ranks 0-1,3 wait for your input, one at a time"
 
 
 def test_a_typed_line_can_go_to_several_debuggers():
-    """With `-r` a line goes to those named ranks that wait in the debugger."""
-    prompts = asked(0, 1, 3, by_debugger=True)
+    """A line that begins with `-r` goes to those of the named ranks that wait in the debugger."""
+    prompts = prompts_of(0, 1, 3, by_debugger=True)
     assert prompts.answers(0, "-r all n", size=4) == {0: "n", 1: "n", 3: "n"}
     assert prompts.answers(0, "-r 1:3 p x + 1", size=4) == {1: "p x + 1"}
     for line in ("p x", "-r"):
@@ -126,9 +128,9 @@ def test_a_typed_line_can_go_to_several_debuggers():
         prompts.answers(0, "-r 2 c", size=4)
     with pytest.raises(UsageError):
         prompts.answers(0, "-r 9 c", size=4)
-    said = "ranks 0-1,3 are in the debugger, one at a time · `-r all c` goes to all of them"
-    assert prompts.text == said
-    prompts = asked(2, by_debugger=True)
+    text = "ranks 0-1,3 are in the debugger, one at a time · `-r all c` goes to all of them"
+    assert prompts.text == text
+    prompts = prompts_of(2, by_debugger=True)
     assert prompts.text == "rank 2 is in the debugger"
     prompts.drop(2, 1.0)
     assert (prompts.next(2.0, unfinished={2}), prompts.text) == (None, "")
@@ -155,18 +157,18 @@ def started(new_world: NewWorld, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture
 def world(started: World) -> World:
-    """Three ranks, each with its present number in `was`."""
+    """The world with three ranks, each with its present number in `was`."""
     started.scale(3)
     started.execute("was = rank")
     return started
 
 
 def test_ranks_keep_variables_when_another_rank_leaves(world: World) -> None:
-    """Each place with a rank's number follows the new number, also after healing."""
+    """A renumbered rank keeps its variables and has its new number everywhere."""
     pids = dict(world.pids)
     world.execute("pair = dist.new_group([0, 1])\nmine = rank")
     world.execute("only = rank; print('before')", ranks=[2])
-    earlier = world.logs[2]
+    earlier_log = world.logs[2]
     world.scale(ranks=[0, 2])
     assert scaled_text(world.engine) == "now 2 workers · rank 2 is now rank 1"
     assert world.pids == {0: pids[0], 1: pids[2]}
@@ -174,8 +176,8 @@ def test_ranks_keep_variables_when_another_rank_leaves(world: World) -> None:
     assert world.gather(WHO) == [[r, r, 2, r, 2, r, r, 2, 2, 2, True, str(r)] for r in range(2)]
     assert world.engine.names.ranks_that_own("only") == {1}
     world.execute("print('after')", ranks=[1])
-    said = f"[nbdist: this was rank 2 until now, and wrote to {earlier}/stdout.log]\nafter\n"
-    assert Path(world.logs[1], "stdout.log").read_text() == said
+    log = f"[nbdist: this was rank 2 until now, and wrote to {earlier_log}/stdout.log]\nafter\n"
+    assert Path(world.logs[1], "stdout.log").read_text() == log
     with pytest.raises(WorkerError, match="this group ended when the world was scaled, 3 -> 2"):
         world.execute("dist.barrier(pair)")
     with pytest.raises(WorkerDied, match="rank 1 "):
@@ -205,7 +207,7 @@ def test_set_up_cells_follow_their_ranks(world: World) -> None:
 
 
 def test_scaling_to_unknown_ranks_is_refused(world: World) -> None:
-    """Nothing happens, and the error says which ranks the world has."""
+    """Scaling to unknown ranks, or to none, changes nothing; the error names the ranks."""
     for ranks in ([], [0, 7]):
         with pytest.raises(BadRanks, match="There are ranks 0-2"):
             world.scale(ranks=ranks)

@@ -58,7 +58,7 @@ def test_one_stop_interrupts_the_ranks_once() -> None:
 
 
 def test_two_stops_return_control() -> None:
-    """After the second Stop the agent is asked to spare the ranks, and control returns."""
+    """After the second Stop the agent is asked to spare the ranks, and then control returns."""
     stop = waited_for()
     assert press(stop, 1.0) == (INTERRUPT,)
     assert press(stop, 2.0) == (SPARE,)
@@ -70,7 +70,7 @@ def test_two_stops_return_control() -> None:
 
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_a_stop_while_ranks_are_asked_for_asks_again(times: int) -> None:
-    """A Stop may end the question which ranks are spared: the question is asked again."""
+    """A further Stop may interrupt the question to the agent, so the question is asked again."""
     stop = waited_for()
     assert [press(stop), press(stop), press(stop, times=times)] == [
         (INTERRUPT,),
@@ -80,7 +80,7 @@ def test_a_stop_while_ranks_are_asked_for_asks_again(times: int) -> None:
 
 
 def test_control_returns_if_ranks_finish_after_the_second_stop() -> None:
-    """If the ranks finish in time, control still returns without the work after the task."""
+    """If the ranks finish in time, control returns, but the work after the task is not done."""
     stop = waited_for()
     assert [press(stop), press(stop)] == [(INTERRUPT,), (SPARE,)]
     assert stop.handle(StopEvent.FINISHED, 2.0) == (RETURN,)
@@ -88,7 +88,7 @@ def test_control_returns_if_ranks_finish_after_the_second_stop() -> None:
 
 
 def test_stops_at_once_return_control_at_once() -> None:
-    """Several Stops between two looks interrupt the ranks, if need be, and return control."""
+    """Several Stops between two calls of `poll` interrupt ranks, if need be, and return control."""
     stop = waited_for()
     assert press(stop, times=2) == (INTERRUPT, SPARE)
     stop = waited_for()
@@ -108,7 +108,7 @@ def test_a_stop_while_the_task_is_sent_counts() -> None:
 
 
 def test_control_returns_at_the_deadline() -> None:
-    """One Stop returns control in time, after the agent was asked to spare the ranks."""
+    """After one Stop control returns at the deadline, after the agent was asked to spare ranks."""
     stop = waited_for()
     assert press(stop, 1.0) == (INTERRUPT,)
     assert (stop.poll(1.0 + DUE - 0.01), stop.poll(1.0 + DUE)) == ((), (SPARE,))
@@ -118,7 +118,7 @@ def test_control_returns_at_the_deadline() -> None:
 
 
 def test_ranks_that_finish_at_the_deadline_are_completed() -> None:
-    """If the ranks finish while the agent is asked, the work after the task is done, hurried."""
+    """If the ranks finish while the agent is asked, the work after the task is done in a hurry."""
     stop = waited_for()
     assert (press(stop, 1.0), stop.poll(6.0)) == ((INTERRUPT,), (SPARE,))
     assert stop.handle(StopEvent.FINISHED, 6.1) == ()
@@ -127,7 +127,7 @@ def test_ranks_that_finish_at_the_deadline_are_completed() -> None:
 
 
 def test_the_first_stop_of_a_task_that_holds_it_is_recorded() -> None:
-    """The ranks get no interrupt; the second Stop and the deadline return control."""
+    """The first Stop interrupts no rank; the second Stop, or the deadline, returns control."""
     stop = waited_for(HELD)
     assert press(stop, 1.0) == (RECORD,)
     assert (stop.phase, stop.is_stopping, stop.deadline) == (StopPhase.ASKED, True, 1.0 + DUE)
@@ -142,7 +142,7 @@ def test_the_first_stop_of_a_task_that_holds_it_is_recorded() -> None:
 
 
 def test_a_stop_only_interrupts_a_job_again() -> None:
-    """A job returns no control, neither by Stops nor by time, nor while it is completed."""
+    """For a job each Stop only interrupts the ranks; neither Stop nor time returns control."""
     stop = waited_for(OF_JOB)
     assert stop.is_of_job
     assert [press(stop, times=n) for n in (1, 1, 2)] == [(INTERRUPT,)] * 3
@@ -157,10 +157,10 @@ def test_a_stop_only_interrupts_a_job_again() -> None:
 
 
 def test_a_late_wait_ends_by_one_stop_or_at_its_deadline() -> None:
-    """The next cell waits `LATE_TIMEOUT` seconds; a Stop ends the wait, and earlier ones do not."""
+    """The next cell waits `LATE_TIMEOUT` seconds; a Stop ends the wait, but no earlier Stop."""
     stop = waited_for()
     leave(stop, 1.0)
-    stop.presses += 1  # just before control returned
+    stop.presses += 1  # a Stop that came just before control returned
     for _ in range(2):
         assert stop.handle(StopEvent.LATE_WAIT, 10.0) == ()
         assert stop.handle(StopEvent.WAIT, 10.0) == ()
@@ -179,7 +179,7 @@ def test_a_late_wait_ends_by_one_stop_or_at_its_deadline() -> None:
 
 
 def test_a_late_wait_for_finished_ranks_completes_the_task() -> None:
-    """The work after the task is done in the next cell; one Stop ends that wait."""
+    """If the ranks finish, the next cell does the work after the task; one Stop ends that wait."""
     stop = waited_for()
     leave(stop)
     stop.handle(StopEvent.LATE_WAIT, 10.0)
@@ -194,7 +194,7 @@ LATER = [phase for phase in StopPhase if phase not in (StopPhase.RUNNING, StopPh
 
 @pytest.mark.parametrize("phase", LATER)
 def test_the_next_cell_can_wait_in_each_phase(phase: StopPhase) -> None:
-    """A cell whose output failed to show, for example, leaves its task in any phase."""
+    """The next cell can wait in any phase, as a cell whose output failed to show may leave any."""
     stop = waited_for()
     stop.phase = phase
     assert (stop.handle(StopEvent.LATE_WAIT, 1.0), stop.phase) == ((), StopPhase.LATE)
@@ -210,14 +210,14 @@ def test_the_next_cell_can_wait_in_each_phase(phase: StopPhase) -> None:
     ],
 )
 def test_another_wait_counts_its_own_stops(phase: StopPhase, after: StopPhase) -> None:
-    """If `%dist_interrupt` waits for a stopped task, control needs two Stops again."""
+    """If `%dist_interrupt` waits for a stopped task, two Stops return control again."""
     stop = waited_for()
     stop.phase = phase
     assert (stop.handle(StopEvent.WAIT, 1.0), stop.phase) == ((), after)
 
 
 def test_stop_interrupts_ranks_again_that_were_interrupted_without_it() -> None:
-    """After `--timeout` or `World.interrupt` a Stop is the first; it has a deadline of its own."""
+    """After `--timeout` or `World.interrupt` the next Stop is the first, with its own deadline."""
     for event, action in [(StopEvent.TIMED_OUT, RECORD), (StopEvent.INTERRUPT, INTERRUPT)]:
         stop = waited_for()
         stop.spared = frozenset({1})
@@ -227,13 +227,13 @@ def test_stop_interrupts_ranks_again_that_were_interrupted_without_it() -> None:
         assert press(stop, 2.0) == (INTERRUPT,)
         assert (stop.interrupts, stop.may_spare, stop.deadline) == (2, False, 2.0 + DUE)
         assert press(stop, 3.0) == (SPARE,)
-    held = waited_for(HELD)
-    assert (held.handle(StopEvent.TIMED_OUT, 1.0), held.phase) == ((RECORD,), StopPhase.INTERRUPTED)
-    assert press(held) == (INTERRUPT,)
+    stop = waited_for(HELD)
+    assert (stop.handle(StopEvent.TIMED_OUT, 1.0), stop.phase) == ((RECORD,), StopPhase.INTERRUPTED)
+    assert press(stop) == (INTERRUPT,)
 
 
 def test_ranks_interrupted_without_stop_return_control_in_time() -> None:
-    """After `--timeout` control returns at the deadline, and ranks that finish are completed."""
+    """After `--timeout` control returns at the deadline; if ranks finish, the task is completed."""
     stop, finished = waited_for(), waited_for()
     for each in (stop, finished):
         each.handle(StopEvent.TIMED_OUT, 1.0)
@@ -248,7 +248,7 @@ RUNS += [StopPhase.LATE]
 
 @pytest.mark.parametrize("phase", RUNS)
 def test_ranks_can_be_interrupted_in_each_phase(phase: StopPhase) -> None:
-    """`World.interrupt` interrupts stopped ranks again, and changes nothing else."""
+    """`World.interrupt` interrupts stopped ranks again and sets a new deadline; the phase stays."""
     stop = waited_for()
     stop.phase = phase
     assert stop.handle(StopEvent.INTERRUPT, 7.0) == (INTERRUPT,)
@@ -273,7 +273,7 @@ def test_two_stops_end_the_work_after_the_task() -> None:
 
 
 def test_only_keyboard_interrupts_count_as_presses() -> None:
-    """Other errors are the consumer's."""
+    """A KeyboardInterrupt in the block counts as a press of Stop; other errors are raised."""
     stop = waited_for()
     with stop.counting_presses():
         raise KeyboardInterrupt
@@ -284,7 +284,7 @@ def test_only_keyboard_interrupts_count_as_presses() -> None:
 
 
 def test_the_table_has_all_phases_and_each_row_changes_something() -> None:
-    """A row whose event changes nothing is left out."""
+    """The table has a row for each phase, and no entry that changes no phase and has no action."""
     assert [*TABLE] == [*StopPhase]
     idle = [
         (phase, event) for phase, row in TABLE.items() for event in row if row[event] == (phase,)
@@ -299,7 +299,7 @@ def returns_control(stop: StopState, actions: tuple[StopAction, ...]) -> bool:
 
 @pytest.mark.parametrize("phase", [phase for phase in StopPhase if phase is not StopPhase.LEFT])
 def test_two_stops_return_control_in_each_phase(phase: StopPhase) -> None:
-    """Whatever has happened, a user who presses Stop twice gets control."""
+    """Pressing Stop twice returns control, whatever the phase of the task."""
     for times in ([2], [1, 1]):
         stop = waited_for()
         stop.phase = phase

@@ -53,15 +53,15 @@ def ended(
 
 
 def test_a_cell_is_kept_once() -> None:
-    """A cell is kept in its last form, with its first and last run, beside a later failed form."""
+    """A cell is kept once, as it last succeeded, and once more as it last failed since then."""
     past = TaskHistory()
     past.add(ended(CellCode("x = 1"), key="a", bound="x"))
     past.add(ended(CellCode("y = x"), key="b"))
     past.add(ended(CellCode("x = 2"), key="a"))
     past.add(ended(CellCode("x ="), key="a", status="error"))
     past.add(ended(CellCode("x = 0 / 0"), key="a", status="error"))
-    told = [(each.text, each.status, each.first, each.last, each.runs) for each in past.tasks]
-    assert told == [
+    rows = [(each.text, each.status, each.first, each.last, each.runs) for each in past.tasks]
+    assert rows == [
         ("x = 2", "ok", 1, 3, 2),
         ("y = x", "ok", 2, 2, 1),
         ("x = 0 / 0", "failed", 4, 5, 2),
@@ -71,7 +71,7 @@ def test_a_cell_is_kept_once() -> None:
 
 
 def test_tasks_that_leave_nothing_are_not_kept() -> None:
-    """Empty cells, and calls that bind nothing, are no part of how variables were made."""
+    """Empty cells, and calls that bind nothing, are not kept; scripts and calls that bind are."""
     past = TaskHistory()
     train = Script("file", "train.py", ("--lr", "1"))
     for work in (CellCode("pass"), CellCode(""), OpCall("memory.clean"), train):
@@ -81,7 +81,7 @@ def test_tasks_that_leave_nothing_are_not_kept() -> None:
 
 
 def test_a_task_is_kept_with_its_facts() -> None:
-    """The facts are ranks, names, shown values and figures; a stopped cell is no failed cell."""
+    """A task is kept with its ranks, names and kinds of output; a stopped cell is not failed."""
     past = TaskHistory()
     running = ended(CellCode("x"), ranks=(1,), bound="x")
     running.receive(1, Display({"text/plain": "1"}, {}, is_result=True))
@@ -95,12 +95,12 @@ def test_a_task_is_kept_with_its_facts() -> None:
     assert (first.ranks, first.on_all, first.number, first.made) == ((1,), False, 5, {"x"})
     assert (first.shows_value, first.draws) == (True, False)
     assert (second.on_all, second.shows_value, second.draws) == (True, False, True)
-    told = [(each.text, each.status, each.error) for each in others]
-    assert told == [("x", "interrupted", "ValueError"), ("y", "failed", "ValueError")]
+    rows = [(each.text, each.status, each.error) for each in others]
+    assert rows == [("x", "interrupted", "ValueError"), ("y", "failed", "ValueError")]
 
 
 def test_sent_names_are_kept_with_their_task() -> None:
-    """Sent names are known as they last were up to a task; gathered expressions are listed."""
+    """The history has names as they were last sent up to a task, and gathered expressions."""
     past = TaskHistory()
     new = Sent(("float", "0.01"), Identity(0.01))
     past.add(ended(CellCode("pass"), shipped={"lr": LR}))
@@ -129,7 +129,7 @@ def test_the_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_set_up_cells_are_kept_in_order() -> None:
-    """A cell that runs again keeps its place; a cell for all ranks is for all of the new size."""
+    """A cell that runs again keeps its place; a cell of all ranks runs on all of a new size."""
     setup, past = Setup(), TaskHistory()
     for number, key in enumerate("abca"):
         setup.keep(key, Task(key, (0,), CellCode(f"{key}{number}"), attempt=Attempt(1, 3)), None)
@@ -172,7 +172,7 @@ def is_gone(segment: Segment) -> bool:
 
 
 def test_names_stay_as_long_as_their_set_up_cell() -> None:
-    """Memory and records of the names are released when the cell is replaced or forgotten."""
+    """Memory and records of sent names are released when their cell is replaced or forgotten."""
     setup, lr = Setup(), Sent(1.5, None)
     users = sys.getrefcount(lr)
     first, other, second = segments = [run_to_end(Segment.filling([b"x"])) for _ in range(3)]
@@ -218,17 +218,17 @@ def test_setup_runs_in_every_new_worker(world: World) -> None:
 
 
 def test_setup_runs_on_all_ranks_of_a_new_size(world: World) -> None:
-    """After a restart with more workers a cell of all ranks runs on all, other cells on theirs."""
+    """With more workers, a cell of all ranks runs on the new ranks, too, and other cells do not."""
     world.execute("everywhere = rank", setup=True)
     world.execute("somewhere = rank", ranks=[1], setup=True)
     world.restart(4)
-    found = world.gather("[globals().get(name) for name in ('everywhere', 'somewhere')]")
+    values = world.gather("[globals().get(name) for name in ('everywhere', 'somewhere')]")
     world.restart(3)
-    assert found == [[0, None], [1, 1], [2, None], [3, None]]
+    assert values == [[0, None], [1, 1], [2, None], [3, None]]
 
 
 def test_a_failed_set_up_cell_is_reported(world: World) -> None:
-    """A restart raises the error of the cell; healing names a cell that has killed its worker."""
+    """A restart raises a set-up cell's error; healing reports a set-up cell that ended a worker."""
     world.execute("dict(); assert kept >= 0", setup=True)
     with pytest.raises(WorkerError, match="NameError: name 'kept' is not defined"):
         world.restart()
@@ -237,8 +237,8 @@ def test_a_failed_set_up_cell_is_reported(world: World) -> None:
     world.execute("import os\nif 'kept' not in globals(): os._exit(7)", setup=True)
     error = run(world, DIES).error
     assert isinstance(error, WorkerDied)
-    said = r"A `--setup` cell failed there: rank 1 on .*exited with code 7"
-    assert re.search(said, str(error))
+    pattern = r"A `--setup` cell failed there: rank 1 on .*exited with code 7"
+    assert re.search(pattern, str(error))
     world.engine.setup.forget()
     world.execute(SUM)
 

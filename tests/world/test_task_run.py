@@ -36,7 +36,7 @@ STOPPED = Failure("KeyboardInterrupt", "", (), 2)
 def running(
     *, ranks: int = 2, backend: str = "gloo", heals: bool = True, patience: Patience | None = None
 ) -> TaskRun:
-    """A task on all ranks of a world, with nothing shown so far."""
+    """Return a task that runs on all ranks of a world and has no output so far."""
     pids = {rank: 100 + rank for rank in range(ranks)}
     members = Members(ranks, backend, Machines.one("here", ranks), pids, {}, heals)
     task = Task("id", tuple(range(ranks)), CellCode("dist.barrier()"))
@@ -44,7 +44,7 @@ def running(
 
 
 def test_a_task_ends_when_all_ranks_are_done() -> None:
-    """Each output is returned once; the loss of the agent ends all ranks."""
+    """A task ends when all ranks are done or the agent is lost; each output is returned once."""
     task = running()
     task.receive(0, Text("stdout", "hello\n"))
     task.reports.moved = {0: TransferProgress(1, 10), 1: TransferProgress(2, 20)}
@@ -96,35 +96,35 @@ LOST = Failure("RuntimeError", "Connection closed", ("Cell In[1], line 4",), 9, 
 
 
 @pytest.mark.parametrize(
-    ("failure", "said"),
+    ("failure", "message"),
     [
         (Failure("ValueError", "bad", ("bad",), 1), "Ranks 0-1 were waiting in barrier"),
         (LOST, "ranks 0-1 wait in barrier, line 1. The waiting ranks were released"),
     ],
 )
 def test_a_failure_that_comes_after_the_decision_is_known_to_it(
-    failure: Failure, said: str
+    failure: Failure, message: str
 ) -> None:
-    """The agent may decide before a rank's error has reached the notebook: the text is the same."""
-    early, late = running(ranks=3), running(ranks=3)
+    """The error is the same whether the failure or the agent's decision arrives first."""
+    failure_first, decision_first = running(ranks=3), running(ranks=3)
     places = {0: WAITS, 1: WAITS}
-    early.receive(2, failure)
-    early.receive(2, Done("error", 0.1))
-    for task in (early, late):
+    failure_first.receive(2, failure)
+    failure_first.receive(2, Done("error", 0.1))
+    for task in (failure_first, decision_first):
         decided = Decided("id", Decision.ABORT, places, places, frozenset({2}))
         task.handle_message(decided, 1.0)
-    late.receive(2, failure)
-    late.receive(2, Done("error", 0.1))
-    for task in (early, late):
+    decision_first.receive(2, failure)
+    decision_first.receive(2, Done("error", 0.1))
+    for task in (failure_first, decision_first):
         for rank in (0, 1):
             task.receive(rank, LOST)
             task.receive(rank, Done("error", 0.1))
-    assert str(error_of(early)) == str(error_of(late))
-    assert said in str(error_of(late))
+    assert str(error_of(failure_first)) == str(error_of(decision_first))
+    assert message in str(error_of(decision_first))
 
 
 def test_a_timeout_after_stop_changes_nothing() -> None:
-    """If Stop came first, the task ends by Stop: its deadline and its error stay."""
+    """If ranks were interrupted before, the deadline stays, and the timeout is not recorded."""
     task = running(patience=Patience(timeout=500.0))
     task.stop.handle(StopEvent.INTERRUPT, 10.0)
     before = task.stop.deadline, task.stop.interrupts
@@ -134,34 +134,34 @@ def test_a_timeout_after_stop_changes_nothing() -> None:
 
 
 def test_a_decision_about_another_task_is_ignored() -> None:
-    """A decision about an earlier task does not change this one."""
+    """A decision about an earlier task does not change the present task."""
     task = running()
     task.handle_message(Decided("other", Decision.TIME_OUT, {0: WAITS}, {0: WAITS}), 1.0)
     assert (task.ending.timed_out, task.stop.is_stopping) == (None, False)
 
 
-LATE = Failure("RuntimeError", "Timed out", ("Timed out",), 5, connections="timed out")
+TIMED_OUT = Failure("RuntimeError", "Timed out", ("Timed out",), 5, connections="timed out")
 
 
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize(
-    ("peer", "said"),
+    ("peer", "message"),
     [
-        (LATE, "waited for a rank that had timed out (cell line 4)"),
-        (LATE._replace(connections=""), "waited for a rank that had failed (cell line 4)"),
+        (TIMED_OUT, "waited for a rank that had timed out (cell line 4)"),
+        (TIMED_OUT._replace(connections=""), "waited for a rank that had failed (cell line 4)"),
         (Died(-9, 5), "waited for a rank that died (cell line 4)"),
         (Done("ok", 1.0), "waited for a rank that had closed its connection (cell line 4)"),
     ],
 )
 def test_a_released_rank_says_how_its_peer_ended(
-    peer: Failure | Died | Done, said: str, *, is_first: bool
+    peer: Failure | Died | Done, message: str, *, is_first: bool
 ) -> None:
     """The message says how the other rank ended, whichever of the two is known first."""
     task = running(ranks=3)
     for rank, output in [(1, peer), (0, LOST), (2, LOST)][:: 1 if is_first else -1]:
         task.receive(rank, output)
     errors = task.transcript.errors
-    assert [errors[rank].message for rank in (0, 2)] == [said] * 2
+    assert [errors[rank].message for rank in (0, 2)] == [message] * 2
     assert isinstance(errors.get(1, peer), type(peer))
 
 
@@ -181,7 +181,7 @@ def test_a_rank_that_interrupts_itself_is_the_cause() -> None:
 
 
 def test_a_task_that_took_too_long_says_where_its_ranks_were() -> None:
-    """After a timeout the error has the places; a rank that failed before is the error instead."""
+    """After a timeout the error says where ranks were; a rank's own failure is raised instead."""
     task, failed = (running(patience=Patience(timeout=500.0)) for _ in range(2))
     places = {0: WAITS, 1: RankPosition(line=1)}
     for each, first in ((task, STOPPED), (failed, Failure("ValueError", "bad shard", (), 1))):
@@ -196,11 +196,11 @@ def test_a_task_that_took_too_long_says_where_its_ranks_were() -> None:
 
 
 def test_waits_and_silent_machines_are_named() -> None:
-    """Ranks are named if their wait may be in vain; silent machines and networks come first."""
+    """The text names waiting ranks; a silent machine or a stalled network is named instead."""
     task = running(patience=Patience(hang_timeout=0.0))
     task.handle_message(Located({0: WAITS, 1: RankPosition(line=2)}), 1.0)
-    said = "rank 0 waits in barrier, line 1 · rank 1 is in line 2"
-    assert activity_text(task) == waiting_text(task) == said
+    text = "rank 0 waits in barrier, line 1 · rank 1 is in line 2"
+    assert activity_text(task) == waiting_text(task) == text
     task.receive(1, Done("ok", 0.1))
     assert waiting_text(task).endswith("· rank 1 finished")
     task = running()
@@ -227,7 +227,7 @@ ALL = {0: CALM, 1: CALM}
 
 
 def test_equal_places_are_named_together() -> None:
-    """Ranks with equal places are named together, with their line; networks by their machines."""
+    """Ranks at the same place are named together; a stalled network is named by its machines."""
     places = {0: CALM, 1: COMPUTES, 2: CALM, 3: RankPosition(holds_gil=True)}
     assert hangs.waits_text(places, "if rank == 1:\n    time.sleep(600)\ndist.barrier()") == (
         "ranks 0,2 wait in barrier, line 3 · rank 1 is in line 2: time.sleep(600) · "
@@ -237,15 +237,15 @@ def test_equal_places_are_named_together() -> None:
     assert hangs.waits_text({0: asks}) == "rank 0 waits for your input, line 2"
     assert hangs.waits_text({0: asks, 1: asks}) == "ranks 0-1 wait for your input, line 2"
     machines = Machines({0: ("hosta", 0), 1: ("hostb", 0)})
-    one = {0: replace(CALM, stalled=(("10.0.0.1", "10.0.0.2"),)), 1: CALM}
-    both = {**one, 1: replace(CALM, stalled=(("10.0.0.2", "10.0.0.1"),))}
-    said = "the network between {} and {} is stalled"
-    assert hangs.stalled_text(one, machines) == said.format("10.0.0.2", "hosta")
-    assert hangs.stalled_text(both, machines) == said.format("hosta", "hostb")
+    one_side = {0: replace(CALM, stalled=(("10.0.0.1", "10.0.0.2"),)), 1: CALM}
+    both_sides = {**one_side, 1: replace(CALM, stalled=(("10.0.0.2", "10.0.0.1"),))}
+    text = "the network between {} and {} is stalled"
+    assert hangs.stalled_text(one_side, machines) == text.format("10.0.0.2", "hosta")
+    assert hangs.stalled_text(both_sides, machines) == text.format("hosta", "hostb")
     assert hangs.stalled_text(ALL, machines) == ""
 
 
-# --- whether collectives meet -------------------------------------------------------------
+# --- whether collectives match ------------------------------------------------------------
 
 
 def waits(*begun: Begun, line: int = 2) -> RankPosition:
@@ -265,7 +265,7 @@ NEVER = "these calls do not match and would wait forever"
 
 
 def test_the_verdict_names_calls_that_differ() -> None:
-    """Calls of equal number in a group are compared; if a number is unknown, nothing is decided."""
+    """Calls of one group with the same number are compared; calls without a number are not."""
     for first, other in (
         (waits(REDUCE), waits(REDUCE)),
         (waits(REDUCE), waits(replace(BARRIER, number=6))),
@@ -275,8 +275,8 @@ def test_the_verdict_names_calls_that_differ() -> None:
     ):
         assert not is_call_mismatch({0: first, 1: other})
     three = {0: waits(REDUCE, line=3), 1: waits(BARRIER), 2: waits(BARRIER)}
-    said = "ranks 1-2 are in barrier (line 2), rank 0 in all_reduce (line 3)"
-    assert hangs.verdict(three) == f"{said}: {NEVER}"
+    text = "ranks 1-2 are in barrier (line 2), rank 0 in all_reduce (line 3)"
+    assert hangs.verdict(three) == f"{text}: {NEVER}"
     # Rank 0 has finished a broadcast that rank 1 has never begun.
     began = replace(REDUCE, name="broadcast", is_done=True), replace(BARRIER, number=6)
     assert hangs.verdict({0: waits(*began, line=3), 1: waits(BARRIER, line=3)}) == (
@@ -284,24 +284,24 @@ def test_the_verdict_names_calls_that_differ() -> None:
         "rank 1 barrier"
     )
     all_receive = {rank: RankPosition(line=4, operation="recv") for rank in range(3)}
-    said = "ranks 0-2 are in recv (line 4): all ranks wait for each other"
-    assert hangs.verdict(all_receive) == said
-    said = "rank 0 is in recv (a.py line 4): all ranks wait for each other"
-    assert hangs.verdict({0: RankPosition(file="a.py", line=4, operation="recv")}) == said
+    text = "ranks 0-2 are in recv (line 4): all ranks wait for each other"
+    assert hangs.verdict(all_receive) == text
+    text = "rank 0 is in recv (a.py line 4): all ranks wait for each other"
+    assert hangs.verdict({0: RankPosition(file="a.py", line=4, operation="recv")}) == text
 
 
 def test_differing_sizes_and_dtypes_are_named() -> None:
-    """The text has each rank's values and wrong results; shapes of equal size do not differ."""
-    both = "sizes and dtypes differ: rank 0 float32 [3], rank 1 bfloat16 [2]"
-    for first, second, told in (
+    """The text names differing sizes and dtypes by rank, and wrong results; shapes may differ."""
+    both_differ = "sizes and dtypes differ: rank 0 float32 [3], rank 1 bfloat16 [2]"
+    for first, second, difference in (
         (REDUCE, LARGER, "sizes differ: rank 0 [2], rank 1 [3]"),
         (REDUCE, DOUBLE, "dtypes differ: rank 0 float32, rank 1 float64"),
-        (LARGER, replace(DOUBLE, dtypes="BFloat16"), both),
+        (LARGER, replace(DOUBLE, dtypes="BFloat16"), both_differ),
     ):
-        said = f"all_reduce (line 2), {told}"
-        wrong = f"{said}; the result on rank 0 is wrong"
+        text = f"all_reduce (line 2), {difference}"
+        wrong = f"{text}; the result on rank 0 is wrong"
         assert hangs.differing({0: done(first), 1: waits(second)}) == wrong
-        assert hangs.differing({0: waits(first), 1: waits(second)}) == said
+        assert hangs.differing({0: waits(first), 1: waits(second)}) == text
     flat = waits(replace(REDUCE, sizes="[4, 1]", elements="4"))
     square = waits(replace(REDUCE, sizes="[2, 2]", elements="4"))
     for one, other in ((flat, square), (waits(REDUCE), waits(BARRIER)), (flat, RankPosition())):
@@ -309,24 +309,26 @@ def test_differing_sizes_and_dtypes_are_named() -> None:
 
 
 def test_an_abort_says_why_ranks_waited_in_vain() -> None:
-    """Other ranks have finished or do not run the cell, or calls do not match."""
+    """The text says that other ranks have finished or do not run the cell, or that calls differ."""
     waiting = waits(REDUCE)
-    seen, freed = {0: RankPosition(), 1: waiting}, {1: waiting}
-    said = "rank 1 waits in all_reduce, line 2; "
-    finished = hangs.why_aborted(freed, seen, [0, 1], {1}, 2)
-    assert finished == f"{said}rank 0 finished the cell without it"
-    assert hangs.why_aborted(freed, seen, [1], {1}, 3) == f"{said}ranks 0,2 do not run this cell"
-    alone = hangs.why_aborted(freed, seen, [0, 1], {0, 1}, 2)
+    places, released = {0: RankPosition(), 1: waiting}, {1: waiting}
+    start = "rank 1 waits in all_reduce, line 2; "
+    finished = hangs.why_aborted(released, places, [0, 1], {1}, 2)
+    assert finished == f"{start}rank 0 finished the cell without it"
+    assert (
+        hangs.why_aborted(released, places, [1], {1}, 3) == f"{start}ranks 0,2 do not run this cell"
+    )
+    alone = hangs.why_aborted(released, places, [0, 1], {0, 1}, 2)
     assert alone == "rank 1 waits in all_reduce, line 2"
-    seen = {0: waits(BARRIER), 1: waiting, 2: RankPosition()}
-    assert hangs.why_aborted({0: seen[0], 1: seen[1]}, seen, [0, 1, 2], {0, 1}, 3) == (
+    places = {0: waits(BARRIER), 1: waiting, 2: RankPosition()}
+    assert hangs.why_aborted({0: places[0], 1: places[1]}, places, [0, 1, 2], {0, 1}, 3) == (
         f"rank 0 is in barrier (line 2), rank 1 in all_reduce (line 2): {NEVER}; "
         "rank 2 finished the cell"
     )
 
 
 def test_a_death_by_a_large_message_is_explained() -> None:
-    """Gloo ends a process that receives too much; for other deaths the text is empty."""
+    """The text says that gloo ended a rank that received too much; for other deaths it is empty."""
     died = Died(-signal.SIGABRT, 0, received_too_much=True)
     assert hangs.why_died({0: died}, {1: done(DOUBLE), 2: done(REDUCE)}) == (
         "Rank 0 received more than its tensor holds: sizes or dtypes differ between ranks in "

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.shared_world(2)
 
 @pytest.fixture
 def gathered(world: World) -> World:
-    """Ranks with some values, and with a name that only rank 0 has."""
+    """The world with tensors on all ranks, and with the name `only` on rank 0."""
     world.execute("t = torch.full((2,), float(rank)); big = torch.ones(50_000) * rank")
     world.execute("only = 1", ranks=[0])
     return world
@@ -64,14 +64,14 @@ def test_several_names_are_gathered_as_a_tuple(gathered: World) -> None:
 
 
 def test_the_error_says_which_rank_has_the_name(gathered: World) -> None:
-    """The error is a single line; a wrong expression is refused before any worker is started."""
-    for name, ranks, said in (
+    """The error is a line with the ranks; a wrong expression is refused before workers start."""
+    for name, ranks, message in (
         ("nope", None, "^no rank has `nope`.$"),
         ("nope", [1], "^rank 1 has no `nope`.$"),
         ("only", None, "^rank 1 has no `only`; rank 0 has it: `-r 0`.$"),
         ("1 // rank", None, "^`1 // rank` on rank 0: ZeroDivisionError: .*.$"),
     ):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             gathered.gather(name, ranks)
     assert gathered.gather("rank") == [0, 1]
     world = World(2, log_dir="")
@@ -86,7 +86,7 @@ def test_the_error_says_which_rank_has_the_name(gathered: World) -> None:
 
 
 def test_joined_parts_equal_the_scattered_value(world: World) -> None:
-    """Parts of each type, joined, equal the whole; ranks that get no part keep their value."""
+    """For each type the joined parts equal the whole; ranks that get no part keep their value."""
     import polars as pl
     from datasets import Dataset
 
@@ -149,7 +149,7 @@ def test_a_scatter_says_how_much_each_rank_gets(world: World) -> None:
     assert world.gather("x") == ["as it was"] * 2
 
 
-# --- on all ranks or on no rank -----------------------------------------------------------------
+# --- a scatter binds its parts on all ranks or on none ------------------------------------------
 
 
 OLD = """
@@ -191,7 +191,7 @@ class Bad:
 
 @pytest.fixture
 def old(world: World) -> World:
-    """Two ranks with an old `x`."""
+    """The world with the variable `x`, an object of the class `Old`, on both ranks."""
     world.execute(OLD)
     return world
 
@@ -206,15 +206,15 @@ def rank_1_alone(world: World, file: Path) -> Callable[[], bool]:
 
 
 def test_a_scatter_stopped_halfway_binds_nothing(old: World, tmp_path: Path) -> None:
-    """No rank binds its part or keeps it in memory, and the same scatter works afterwards."""
+    """No rank binds its part or keeps the part in memory, and the same scatter works afterwards."""
     parts = [New(), Waits(tmp_path)]
     stops = once(rank_1_alone(old, tmp_path / "takes"), press_stop)
     with stops, pytest.raises(KeyboardInterrupt) as stopped:
         old.scatter("x", parts)
     assert not isinstance(stopped.value, Interrupted)
     assert values(old) == ["old", "old"]
-    left = "[type(o).__name__ for o in __import__('gc').get_objects()].count('New')"
-    wait_until(lambda: old.gather(left) == [0, 0], "they have let go of it")
+    parts_in_memory = "[type(o).__name__ for o in __import__('gc').get_objects()].count('New')"
+    wait_until(lambda: old.gather(parts_in_memory) == [0, 0], "the ranks have released their parts")
     (tmp_path / "open").touch()
     old.scatter("x", parts)
     assert values(old) == ["[new]", "[new]"]
@@ -224,10 +224,10 @@ def test_stop_while_parts_are_bound_is_too_late(old: World, tmp_path: Path) -> N
     """All ranks bind their parts, and Interrupted says that Stop came too late."""
     engine = old.engine
     old.execute(f"if rank: Old.gate = {str(tmp_path)!r}")
-    is_met = lambda: engine.task_table.last and engine.task_table.last.stop.is_stopping  # noqa: E731
+    is_due = lambda: engine.task_table.last and engine.task_table.last.stop.is_stopping  # noqa: E731
     with (
         once(rank_1_alone(old, tmp_path / "binds"), press_stop),
-        once(is_met, (tmp_path / "open").touch),
+        once(is_due, (tmp_path / "open").touch),
         pytest.raises(Interrupted, match="Stop came too late: ranks 0-1 have bound x"),
     ):
         old.scatter("x", ["new", "new"])
@@ -246,7 +246,7 @@ DEATH = r"rank 0 .* killed by SIGKILL .*Rank 0 was restarted"
 
 
 def test_a_death_while_parts_are_taken_binds_nothing(old: World, tmp_path: Path) -> None:
-    """No rank binds its part, and the rank in the dead rank's place has none either."""
+    """No rank binds its part, and the new worker in the dead rank's place has no `x` at all."""
     with (
         once(rank_1_alone(old, tmp_path / "takes"), lambda: os.kill(old.pids[0], signal.SIGKILL)),
         once(lambda: 0 in old.engine.rank_table.dead, (tmp_path / "open").touch),
@@ -257,24 +257,24 @@ def test_a_death_while_parts_are_taken_binds_nothing(old: World, tmp_path: Path)
 
 
 def test_a_death_after_parts_are_taken_binds_nothing(old: World) -> None:
-    """No rank binds its part, though the task that brought the parts had ended well."""
+    """No rank binds its part, although the task that brought the parts had succeeded."""
     scatter = Scatter(old.engine, "x", ["new", "new"])
     assert [*scatter.packing()] == []
     take, bind = scatter.tasks()
-    taken = dispatch.submit(old.engine, take)
-    dispatch.finish(old.engine, taken)
+    taking = dispatch.submit(old.engine, take)
+    dispatch.finish(old.engine, taking)
     os.kill(old.pids[0], signal.SIGKILL)
     wait_until(lambda: inbox.receive(old.engine, 0.01) or 0 in old.engine.rank_table.dead)
     with pytest.raises(WorkerDied, match=DEATH):
-        commit(old.engine, taken, bind)
+        commit(old.engine, taking, bind)
     assert values(old) == ["None", "old"]
 
 
-# --- copied from rank to rank -----------------------------------------------------------------
+# --- values copied from rank to rank ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("names", "source", "ranks", "kind", "said"),
+    ("names", "source", "ranks", "kind", "message"),
     [
         ([], 0, None, UsageError, "which names"),
         (["x", "mine[0]"], 0, None, UsageError, r"by name: `%dist_sync mine`"),
@@ -285,18 +285,18 @@ def test_a_death_after_parts_are_taken_binds_nothing(old: World) -> None:
     ],
 )
 def test_a_refused_sync_changes_nothing(
-    world: World, names: list[str], source: int, ranks: list[int] | None, kind: type, said: str
+    world: World, names: list[str], source: int, ranks: list[int] | None, kind: type, message: str
 ) -> None:
     """The error is a line that says why the variables cannot be copied."""
     world.execute("import threading; x = rank\nif rank == 0: mine = [1]; lock = threading.Lock()")
-    with pytest.raises(kind, match=said) as caught:
+    with pytest.raises(kind, match=message) as caught:
         world.sync(names, source=source, ranks=ranks)
     assert "\n" not in str(caught.value)
     assert world.gather("(x, 'mine' in globals())") == [(0, True), (1, False)]
 
 
 def test_a_sharded_model_cannot_be_synced(world: World) -> None:
-    """A rank has only a part of the model; a new rank takes the state that was saved before."""
+    """A sync of a sharded model is refused; a new rank gets its part from a saved full state."""
     world.execute(
         "from torch.distributed.fsdp import fully_shard\n"
         "from torch.distributed.checkpoint import state_dict as states\n"
@@ -322,8 +322,8 @@ def test_a_sharded_model_cannot_be_synced(world: World) -> None:
         "options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)\n"
         "states.set_model_state_dict(net, dict(saved), options=options)"
     )
-    same = "bool((net.weight.full_tensor() == saved['weight']).all())"
-    assert world.gather(same) == [True, True]
+    are_equal = "bool((net.weight.full_tensor() == saved['weight']).all())"
+    assert world.gather(are_equal) == [True, True]
 
 
 def test_sync_needs_a_process_group(world: World) -> None:
@@ -334,7 +334,7 @@ def test_sync_needs_a_process_group(world: World) -> None:
     world.restart(backend="gloo")
 
 
-# --- split and joined ---------------------------------------------------------------------------
+# --- values that are split and joined -----------------------------------------------------------
 
 
 LENGTHS, RANKS = st.integers(0, 40), st.integers(1, 9)
@@ -342,7 +342,7 @@ LENGTHS, RANKS = st.integers(0, 40), st.integers(1, 9)
 
 @given(st.lists(st.integers(), max_size=20), RANKS)
 def test_joined_parts_of_lists_equal_the_whole(values, parts):
-    """Also tuples, arrays and series are split into parts as long as those of torch."""
+    """Lists, tuples, arrays and series are split into parts as long as the parts of torch."""
     lengths = [len(part) for part in torch.arange(len(values)).tensor_split(parts)]
     for kind in (list, tuple, np.array, pd.Series):
         whole = kind(values)
@@ -354,7 +354,7 @@ def test_joined_parts_of_lists_equal_the_whole(values, parts):
 
 @given(st.tuples(LENGTHS, st.integers(0, 3)), RANKS, st.sampled_from([0, 1, -1, -2]))
 def test_tensors_are_split_along_a_dimension(shape, parts, dim):
-    """Parts are views; the joined parts are equal to the tensor."""
+    """Parts are views of the tensor, and the joined parts are equal to the tensor."""
     whole = torch.arange(shape[0] * shape[1]).reshape(shape)
     pieces = split("x", whole, parts, dim)
     assert all(map(torch.equal, pieces, whole.tensor_split(parts, dim)))
@@ -365,7 +365,7 @@ def test_tensors_are_split_along_a_dimension(shape, parts, dim):
 
 
 def test_tables_and_data_sets_are_split_by_rows():
-    """Joined parts have the type of the whole; along dimension 1 tables are joined side by side."""
+    """Parts have the type of the whole; along dimension 1, tables are joined side by side."""
     import polars as pl
     from datasets import Dataset
 
@@ -390,16 +390,16 @@ def test_tables_and_data_sets_are_split_by_rows():
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr"])
 def test_parts_of_sparse_values_keep_the_layout(layout, dim):
-    """Parts, and the value that is joined from parts, have the layout of the whole; scipy's too."""
+    """Parts and joined parts have the layout of the whole, and with scipy its class."""
     dense = torch.arange(32.0).reshape(8, 4) % 5
     kind = getattr(torch, layout)
     sparse = dense.to_sparse(layout=kind, blocksize=(2, 2) if layout == "sparse_bsr" else None)
     pieces = split("x", sparse, 2, dim)
     assert all(piece.layout is kind for piece in pieces)
     assert [piece.shape[dim] for piece in pieces] == [dense.shape[dim] // 2] * 2
-    made = join("cat", "x", dict(enumerate(pieces)), dim)
-    assert made.layout is kind
-    assert made.to_dense().equal(dense)
+    rejoined = join("cat", "x", dict(enumerate(pieces)), dim)
+    assert rejoined.layout is kind
+    assert rejoined.to_dense().equal(dense)
     if layout == "sparse_coo":
         assert join("stack", "x", {0: sparse, 1: sparse}).to_dense().equal(torch.stack([dense] * 2))
     for array in (sparse_arrays.csr_matrix, sparse_arrays.csc_array):
@@ -422,10 +422,10 @@ def test_stacked_values_get_a_dimension_for_ranks():
 
 @pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested")
 def test_an_unsplittable_value_is_refused():
-    """The error says why, also for too few blocks and for tensors that have no shape."""
+    """The error says why a value cannot be split, also for too few blocks and nested tensors."""
     import polars as pl
 
-    for value, dim, said in (
+    for value, dim, message in (
         (5, None, r"`x` \(int\) cannot be split: use a tensor, an array"),
         (torch.tensor(1.0), None, r"`x` of shape \(\) has no dimension 0 to split"),
         (torch.ones(3), 1, r"`x` of shape \(3,\) has no dimension 1 to split"),
@@ -434,7 +434,7 @@ def test_an_unsplittable_value_is_refused():
         (nested(), 0, r"`x` \(torch.Tensor\) cannot be split"),
         (pl.LazyFrame({"a": [1]}), None, r"`x` \(polars.*LazyFrame\) cannot be split"),
     ):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             split("x", value, 2, dim)
 
 
@@ -448,17 +448,17 @@ def test_values_that_cannot_be_joined_are_refused():
     import polars as pl
 
     one, two = torch.ones(1), torch.ones(2)
-    has = r"torch.Tensor \(1,\) on ranks 0,2, torch.Tensor \(2,\) on rank 1"
-    other = r"\. Gather the list inst"
+    shapes = r"torch.Tensor \(1,\) on ranks 0,2, torch.Tensor \(2,\) on rank 1"
+    remedy = r"\. Gather the list inst"
     tables = {0: pl.DataFrame({"a": [1]}), 1: pl.DataFrame({"b": ["x"]})}
-    for how, values, said in (
-        ("stack", {0: one, 1: two, 2: one}, f"`x` .* by `--stack` .*: {has}. .* or `--cat`.$"),
-        ("cat", {0: 1, 1: 2}, f"`--cat` .*: int on ranks 0-1{other}"),
-        ("stack", {0: {}, 1: {}}, f"no array.*: dict on ranks 0-1{other}"),
-        ("stack", dict.fromkeys((0, 1), pl.LazyFrame({"a": [1]})), f"`x` .* on ranks 0-1{other}"),
-        ("stack", dict.fromkeys((0, 1), nested()), f"`x` cannot be .*: .* on ranks 0-1{other}"),
+    for how, values, message in (
+        ("stack", {0: one, 1: two, 2: one}, f"`x` .* by `--stack` .*: {shapes}. .* or `--cat`.$"),
+        ("cat", {0: 1, 1: 2}, f"`--cat` .*: int on ranks 0-1{remedy}"),
+        ("stack", {0: {}, 1: {}}, f"no array.*: dict on ranks 0-1{remedy}"),
+        ("stack", dict.fromkeys((0, 1), pl.LazyFrame({"a": [1]})), f"`x` .* on ranks 0-1{remedy}"),
+        ("stack", dict.fromkeys((0, 1), nested()), f"`x` cannot be .*: .* on ranks 0-1{remedy}"),
         ("cat", tables, r"`x` cannot be .* on rank"),
         ("cat", {0: pa.table({"a": [1]}), 1: pa.table({"b": [2]})}, r"`x` cannot be .* on rank"),
     ):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             join(how, "x", values)

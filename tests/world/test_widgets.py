@@ -24,15 +24,15 @@ def changed(name: str, **state: Any) -> Comm:
 
 @pytest.fixture
 def widgets() -> Widgets:
-    """The widgets of a world, with the slider of rank 0, which pages know."""
-    found = Widgets()
-    assert found.handle_output(0, opened("s", value=1, image={}, buffers=(b"png",))) is None
-    found.pop_messages()
-    return found
+    """The widgets of a world: a slider of rank 0, which was sent to the pages of the notebook."""
+    table = Widgets()
+    assert table.handle_output(0, opened("s", value=1, image={}, buffers=(b"png",))) is None
+    table.pop_messages()
+    return table
 
 
 def test_a_widgets_state_has_changes_of_both_sides(widgets: Widgets) -> None:
-    """A page gets the state with all changes, made by the rank or by a page."""
+    """The state for a page has all changes that were made by the rank or by a page."""
     widgets.handle_output(0, changed("s", value=2, low=0))
     assert widgets.from_page(changed("s", low=1)) == 0
     whole = widgets.whole("s")
@@ -47,21 +47,38 @@ def test_a_widgets_state_has_changes_of_both_sides(widgets: Widgets) -> None:
 
 
 def test_successive_changes_are_one_message() -> None:
-    """Messages that open or close a widget, or that are custom, keep their place."""
+    """Successive changes become one message; custom messages and dicts are not joined."""
     custom = Comm("comm_msg", "b", {"method": "custom"}, {})
-    said = [changed("a", x=1), changed("b", y=1), changed("a", x=2, z=3), custom, changed("a", x=4)]
-    assert merged(said) == [changed("a", x=2, z=3), changed("b", y=1), custom, changed("a", x=4)]
+    messages = [
+        changed("a", x=1),
+        changed("b", y=1),
+        changed("a", x=2, z=3),
+        custom,
+        changed("a", x=4),
+    ]
+    assert merged(messages) == [
+        changed("a", x=2, z=3),
+        changed("b", y=1),
+        custom,
+        changed("a", x=4),
+    ]
     calls = [changed("a", call={"y": 1}), changed("a", call=None), changed("a", call={"y": 2})]
     assert merged(calls) == calls
 
 
 def test_a_new_widget_is_opened_with_later_changes() -> None:
-    """A change that refers to a widget which is opened later stays a message of its own."""
+    """The message that opens a widget has later changes, unless they refer to a later widget."""
     child = changed("box", children=["IPY_MODEL_b"])
-    said = [opened("box", x=1), changed("box", call={}), opened("b"), changed("box", x=2), child]
+    messages = [
+        opened("box", x=1),
+        changed("box", call={}),
+        opened("b"),
+        changed("box", x=2),
+        child,
+    ]
     custom = Comm("comm_msg", "b", {"method": "custom"}, {})
     after = [custom, changed("b", y=1)]
-    assert merged([*said, *after]) == [opened("box", x=2, call={}), opened("b"), child, *after]
+    assert merged([*messages, *after]) == [opened("box", x=2, call={}), opened("b"), child, *after]
     with_buffer = [opened("image", buffers=(b"png",), image={}), changed("image", image={})]
     assert merged(with_buffer) == with_buffer
 
@@ -82,12 +99,12 @@ def test_an_output_widget_captures_its_ranks_outputs(widgets: Widgets) -> None:
     assert widgets.handle_output(1, inside[0]) == inside[0]
     widgets.handle_output(0, changed("out", msg_id=""))
     assert widgets.handle_output(0, inside[0]) == inside[0]
-    *before, (page, shown), (rank, same) = widgets.pop_messages()
-    assert (page, rank, shown) == (-1, 0, same)
+    *before, (page, page_message), (rank, rank_message) = widgets.pop_messages()
+    assert (page, rank, page_message) == (-1, 0, rank_message)
     assert all("msg_id" not in comm.data["state"] for _, comm in before)
-    kinds = [each["output_type"] for each in shown.data["state"]["outputs"]]
+    kinds = [each["output_type"] for each in page_message.data["state"]["outputs"]]
     assert kinds == ["stream", "display_data", "error"]
-    assert shown.data["state"]["outputs"][0]["text"] == "ab\n"
+    assert page_message.data["state"]["outputs"][0]["text"] == "ab\n"
     assert widgets.pop_messages() == []
     widgets.handle_output(0, changed("out", msg_id="8"))
     assert widgets.handle_output(0, inside[0]) is None
@@ -110,7 +127,7 @@ def test_malformed_outputs_do_not_stop_a_capture(widgets: Widgets, outputs: Any)
 
 
 def test_an_echo_of_earlier_outputs_removes_no_captured_output(widgets: Widgets) -> None:
-    """Outputs captured after the rank got earlier ones stay when the rank echoes the earlier."""
+    """A rank's echo of earlier outputs does not remove outputs that were captured since."""
     widgets.handle_output(0, opened("out", _model_name="OutputModel", outputs=[], msg_id=""))
     widgets.handle_output(0, changed("out", msg_id="7"))
     widgets.handle_output(0, Text("stdout", "a"))
@@ -125,14 +142,14 @@ def test_an_echo_of_earlier_outputs_removes_no_captured_output(widgets: Widgets)
 
 
 def test_a_rank_cannot_change_another_ranks_widget(widgets: Widgets) -> None:
-    """The message becomes a line, and the widget stays as it was."""
+    """A message from another rank is shown as a line, and the widget stays as it was."""
     for comm in (opened("s", value=5), changed("s", value=5), Comm("comm_close", "s", {}, {})):
         assert widgets.handle_output(1, comm) == Display({"text/plain": NOT_ITS_OWN}, {})
     assert widgets.models["s"].state["value"] == 1
 
 
 def test_an_unknown_widget_is_shown_as_text(widgets: Widgets) -> None:
-    """A widget of an earlier notebook is shown as a line with the remedy."""
+    """A widget that this notebook does not know is shown as a line with the remedy."""
     assert widgets.handle_output(0, VIEW) == VIEW
     unknown = VIEW._replace(data={**VIEW.data, WIDGET: {"model_id": "before"}})
     assert widgets.handle_output(0, unknown) == Display(
@@ -141,7 +158,7 @@ def test_an_unknown_widget_is_shown_as_text(widgets: Widgets) -> None:
 
 
 def test_widgets_follow_their_ranks_number(widgets: Widgets) -> None:
-    """Widgets of a rank that has ended are closed; others get their rank's new number."""
+    """Widgets of a removed rank are closed; other widgets belong to their rank's new number."""
     widgets.handle_output(3, opened("t", value=1))
     widgets.pop_messages()
     widgets.renumber({3: 1})

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world` with real workers: cells, output, failures, and ways out of each."""
+"""Tests of `nbdist.world` with real workers: cells, output, failures, Stop, restarts and ends."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def world(started: World) -> World:
 
 
 def test_a_data_loader_finds_a_cells_classes(world: World) -> None:
-    """A data set class of a cell works in a DataLoader whose worker is spawned."""
+    """A data set whose class a cell defines works in a DataLoader whose worker is spawned."""
     ran = run_well(
         world,
         "class Squares(torch.utils.data.Dataset):\n"
@@ -97,7 +97,7 @@ def test_children_return_objects_of_a_cells_classes(world: World, method: str) -
 
 
 def test_functions_in_a_forked_pool_use_its_globals(world: World) -> None:
-    """A cell's functions use the child's globals: an initializer's values, and later changes."""
+    """In a pool's process, a cell's functions use the globals that an initializer has set there."""
     ran = run_well(
         world,
         "import multiprocessing\n"
@@ -131,15 +131,15 @@ def test_a_fork_servers_pools_end_with_their_rank(world: World) -> None:
         "    print([*executor.map(square, range(3))], later.get())\n"
         "print(*(each.pid for each in psutil.Process().children(recursive=True)))",
     )
-    left = []
+    children = []
     for rank in range(world.size):
         squares = [rank, 1 + rank, 4 + rank]
-        said, pids = ran.lines(rank)
-        assert said == f"{squares} {squares}"
-        left += [int(pid) for pid in pids.split()]
-    assert len(left) >= 4 * world.size  # with the fork server and the resource tracker
+        results, pids = ran.lines(rank)
+        assert results == f"{squares} {squares}"
+        children += [int(pid) for pid in pids.split()]
+    assert len(children) >= 4 * world.size  # the fork server and the resource tracker included
     world.restart()
-    wait_until(lambda: not any(map(psutil.pid_exists, left)), "what the ranks started has ended")
+    wait_until(lambda: not any(map(psutil.pid_exists, children)), "the ranks' children have ended")
 
 
 # --- output -----------------------------------------------------------------------------
@@ -165,17 +165,17 @@ def test_outputs_of_all_kinds_keep_their_order(world: World) -> None:
 
 def test_text_is_not_changed(world: World) -> None:
     """Spaces, tabs, colours, unicode and missing newlines arrive as printed, also by C code."""
-    said = "  two spaces\ttab\n\n\x1b[31mred\x1b[0m é€😀 no newline"
-    ran = run_well(world, f"print({said!r}, end='')")
+    printed = "  two spaces\ttab\n\n\x1b[31mred\x1b[0m é€😀 no newline"
+    ran = run_well(world, f"print({printed!r}, end='')")
     text = "".join(output.text for rank, output in ran.news if (rank, type(output)) == (0, Text))
-    assert text == said
+    assert text == printed
     # Text that C code has not flushed belongs to the cell that ran the code.
     ran = run_well(world, "import ctypes\n_ = ctypes.CDLL(None).printf(b'from C\\n')")
     assert ran.lines() == ["from C"]
 
 
 def test_much_text_is_kept_and_blocks_no_rank(world: World) -> None:
-    """10 MB in a line are all in the log; 1 MB to stderr with the GIL held blocks no rank."""
+    """The log has a line of 10 MB in full; 1 MB to stderr with the GIL held blocks no rank."""
     ran = run_well(world, "print('x' * 10_000_000)\nprint('end')", ranks=(0,))
     assert ran.lines()[-1] == "end"
     assert f"{'x' * 10_000_000}\nend\n" in (Path(world.logs[0]) / "stdout.log").read_text()
@@ -207,7 +207,7 @@ def test_displays_are_updated_and_cleared_by_rank(world: World) -> None:
     assert ran.running.transcript.elapsed() < LOST_AFTER
 
 
-# --- values back ------------------------------------------------------------------------
+# --- values that come back --------------------------------------------------------------
 
 
 def test_execute_binds_names_and_fetches_values(world: World) -> None:
@@ -219,7 +219,7 @@ def test_execute_binds_names_and_fetches_values(world: World) -> None:
 
 
 def test_only_received_names_are_recorded(world: World) -> None:
-    """The table has a name only if the ranks could rebuild its value; new workers have none."""
+    """The table has a name only if ranks could rebuild its value; new workers have no names."""
     engine = world.engine
     restarts.restart(engine)
     assert engine.names.owners() == {}
@@ -235,7 +235,7 @@ def test_only_received_names_are_recorded(world: World) -> None:
 
 
 def test_unknown_ranks_are_refused(world: World) -> None:
-    """A line refuses ranks that the world does not have, and nothing is sent."""
+    """Ranks that the world does not have, and `ranks` as a plain number, are refused."""
     for ranks in ("3", [7], [-4], []):
         with pytest.raises(BadRanks, match=r"selects no ranks: .+ There are ranks 0-2"):
             world.task("x = 1", ranks=ranks)
@@ -286,17 +286,17 @@ def test_listed_ranks_get_the_parts_in_that_order(world: World) -> None:
 
 
 def test_a_lasting_gpu_error_restarts_its_rank(world: World) -> None:
-    """A rank whose GPU cannot be used any more is restarted; other ranks keep their variables."""
+    """A rank whose process cannot use its GPU any more is restarted; other ranks keep variables."""
     run_well(world, "kept = rank")
-    said = "CUDA error: device-side assert triggered"
+    message = "CUDA error: device-side assert triggered"
     ran = run(
         world,
         "kind = getattr(torch, 'AcceleratorError', RuntimeError)\n"
-        f"if rank == 1: raise kind({said!r})\ndist.barrier()",
+        f"if rank == 1: raise kind({message!r})\ndist.barrier()",
     )
     assert isinstance(ran.error, RuntimeError)
     assert re.search(
-        rf"{said}. .*A GPU error \(device-side assert triggered\) made the process of rank 1 "
+        rf"{message}. .*A GPU error \(device-side assert triggered\) made the process of rank 1 "
         r"unusable. Rank 1 was restarted and its variables \(.+\) are gone; other ranks are",
         str(ran.error),
     )
@@ -305,7 +305,7 @@ def test_a_lasting_gpu_error_restarts_its_rank(world: World) -> None:
     assert world.gather("globals().get('kept')") == [0, None, 2]
 
 
-# --- stop, and ends ---------------------------------------------------------------------
+# --- Stop, restarts and shutdowns -------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_a_lasting_gpu_error_restarts_its_rank(world: World) -> None:
     [
         ("while True: pass", "KeyboardInterrupt"),
         ("import subprocess\n_ = subprocess.run(['sleep', '600'])", "KeyboardInterrupt"),
-        # ipykernel cancels a coroutine.
+        # ipykernel cancels a coroutine instead of raising KeyboardInterrupt.
         ("import asyncio\nawait asyncio.sleep(600)", "CancelledError"),
     ],
 )
@@ -348,7 +348,7 @@ def test_the_first_stop_kills_no_rank_that_catches_it(world: World) -> None:
 def test_restart_ends_a_cell(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No other cell runs beside a running cell; a restart ends the cell and all that it started.
 
-    New workers have the notebook's present environment and folder.
+    New workers have the environment and folder that the notebook has at the restart.
     """
     run_well(world, "gone = 1")
     before = [*world.pids.values()]
@@ -372,8 +372,8 @@ def test_restart_ends_a_cell(world: World, monkeypatch: pytest.MonkeyPatch, tmp_
     assert psutil.wait_procs(started, timeout=SOON)[1] == []
     assert world.gather("'gone' in globals()") == [False] * world.size
     run_well(world, "dist.barrier()")
-    found = world.gather("(os := __import__('os')).environ['NBDIST_TEST_NEW'], os.getcwd()")
-    assert found == [("1", str(tmp_path))] * world.size
+    environments = world.gather("(os := __import__('os')).environ['NBDIST_TEST_NEW'], os.getcwd()")
+    assert environments == [("1", str(tmp_path))] * world.size
     world.shutdown()  # the next test starts workers with its own environment
 
 
@@ -389,7 +389,7 @@ def test_a_killed_agent_ends_its_workers() -> None:
     assert isinstance(ran.error, AgentLost)
     assert "%dist_restart" in str(ran.error)
     assert (world.status(), world.state) == ((), WorldState.LOST)
-    wait_until(lambda: not any(map(psutil.pid_exists, workers)), "the workers end with it")
+    wait_until(lambda: not any(map(psutil.pid_exists, workers)), "the workers end with the agent")
     world.shutdown()
     with pytest.raises(WorldNotStarted):
         world.run(os.getpid)

@@ -54,11 +54,11 @@ def test_plain_cells_complete_workers_names(auto: Notebook) -> None:
     assert offered("there.la") == ["layer"]
     assert "there" in offered("x = the")
     assert "there" not in offered("%%local\nthe")
-    told = auto.client.inspect("there", reply=True, timeout=SOON)["content"]
-    assert "Rank:      0" in told["data"]["text/plain"]
+    help_content = auto.client.inspect("there", reply=True, timeout=SOON)["content"]
+    assert "Rank:      0" in help_content["data"]["text/plain"]
 
 
-NOTEBOOKS = [  # a cell as in public notebooks, what the ranks show or None, what the notebook shows
+NOTEBOOKS = [  # a cell, its text from ranks (None: not run there), and text from the notebook
     ("%matplotlib inline\nimport torch, random\nacc = [rank]\nacc", "[1]", ""),
     ("%load_ext autoreload\n%autoreload 2\nimport os, sys, time", "", ""),
     ("%%time\nacc.append(7)\nlen(acc)", "Wall time", ""),
@@ -87,25 +87,25 @@ NOTEBOOKS = [  # a cell as in public notebooks, what the ranks show or None, wha
 
 
 def test_first_lines_of_public_notebooks_run(auto: Notebook, tmp_path: Path) -> None:
-    """Magics and commands run on the side of their variables; the notebook's own run here, once."""
+    """Magics and commands run where their variables are; the notebook's own run here, once."""
     folder = tmp_path / "place"
     folder.mkdir()
     assert auto.run("%cd").streams  # the home folder, away from the tests' files
-    for code, theirs, ours in NOTEBOOKS:
+    for code, on_ranks, in_notebook in NOTEBOOKS:
         done = auto.run(code.replace("{folder}", str(folder)))
         assert done.errors == [], code
-        said = [each["data"]["text/plain"] for each in (*done.displays, *done.updates)]
-        panels = [text for text in said if AUTO_NOTE in text]
-        assert bool(panels) == (theirs is not None), code
-        assert (theirs or "") in "".join(panels), code
+        texts = [each["data"]["text/plain"] for each in (*done.displays, *done.updates)]
+        panels = [text for text in texts if AUTO_NOTE in text]
+        assert bool(panels) == (on_ranks is not None), code
+        assert (on_ranks or "") in "".join(panels), code
         streams = "".join(done.streams).replace("\r", "")
-        assert ours in streams, code
-        assert bool(ours) == bool(streams), (code, streams)
+        assert in_notebook in streams, code
+        assert bool(in_notebook) == bool(streams), (code, streams)
     assert [each.name for each in folder.iterdir()] == ["made.py"]
 
 
 def test_history_and_reset_know_the_ranks(auto: Notebook) -> None:
-    """The history shows typed cells, and `%reset` also deletes the ranks' names, if confirmed."""
+    """The history shows cells as typed; `%reset` also deletes the ranks' names, if confirmed."""
     auto.run("net = [rank]")
     for magic in ("%history -l 3", "%history -t -l 3", "%macro again 1-99", "%notebook /dev/null"):
         shown = "".join(auto.run(magic).streams)
@@ -151,7 +151,7 @@ pytestmark = pytest.mark.shared_world
 
 
 def test_rank_cells_take_ranks_and_pool_in_any_order(pools: Pools):
-    """Ranks may begin with a minus sign and have spaces; `--pool` may come before or after."""
+    """Ranks may begin with a minus sign and have spaces; `--pool` may be before or after them."""
     for text, ranks, pool in (
         ("-1,0", "-1,0", "default"),
         ("0, 2-3", "0,2-3", "default"),
@@ -172,14 +172,14 @@ def test_all_magics_have_a_line(typed: Callable[[str], str]) -> None:
     """`%dist_help --all` lists all magics by group, the everyday ones first, with summaries."""
     text = typed("%dist_help --all").partition("short forms\n")[0]
     shown = [line.partition(" ") for line in text.splitlines() if line.startswith("%")]
-    names = [name.lstrip("%") for name, _, said in shown if not said.startswith("--")]
+    names = [name.lstrip("%") for name, _, description in shown if not description.startswith("--")]
     assert [name for name in names if name != "dist_init"] == [
         name for group in COMMAND_GROUPS.values() for name in group if name != "dist_init"
     ]
-    for name, _, said in shown:
-        known = COMMANDS[name.lstrip("%")]
-        assert said.strip() == summary(known) or said.startswith("--")
-        assert len(said.strip()) > 10
+    for name, _, description in shown:
+        command = COMMANDS[name.lstrip("%")]
+        assert description.strip() == summary(command) or description.startswith("--")
+        assert len(description.strip()) > 10
     assert [line for line in text.splitlines() if line in COMMAND_GROUPS] == [*COMMAND_GROUPS]
 
 

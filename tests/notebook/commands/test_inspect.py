@@ -51,13 +51,13 @@ def test_equal_stacks_are_shown_once() -> None:
     call = StackFrame("Cell In[5]", 1, "<module>", "call()")
     stacks = []
     for rank in range(2):
-        own = StackFrame(f"/tmp/{4321 + rank}.py", 9, f"<Call at 0x7f00aabbcc{rank:02x}>")
-        stacks.append(Stack(rank, 4321 + rank, "busy", RankPosition(line=1), (call, own)))
+        generated = StackFrame(f"/tmp/{4321 + rank}.py", 9, f"<Call at 0x7f00aabbcc{rank:02x}>")
+        stacks.append(Stack(rank, 4321 + rank, "busy", RankPosition(line=1), (call, generated)))
     assert "── ranks 0-1 same · in line 1: call() ──" in shown_stacks("", stacks).text
 
 
 def test_a_rank_without_calls_shows_its_state() -> None:
-    """A rank without a readable stack has its state in its place, such as `idle`."""
+    """For a rank without a readable stack its state is shown instead, such as `idle`."""
     stacks = [
         Stack(0, 100, "idle", RankPosition()),
         Stack(1, 101, "dead", RankPosition()),
@@ -90,7 +90,7 @@ def test_html_of_stacks_is_escaped_and_folded() -> None:
 
 
 def test_magics_answer_without_workers(typed: Callable[[str], str], pools: Pools):
-    """Without workers `%dist_status` says how to start some; a failure is only of its own pool."""
+    """Without workers `%dist_status` says how to start some; `%dist_why` is about one pool."""
     shown = typed("%dist_status -v").splitlines()
     assert shown[0].startswith("no workers are running · `%%distributed -n 4`")
     assert shown[1:] == ["made on the workers: none", "sent by the notebook: none"]
@@ -169,10 +169,10 @@ def test_dist_log_shows_lines_by_rank_and_options(kernel: Notebook) -> None:
         "── rank 0 · stderr ──", "warned 0", "── rank 1 · stderr ──", "warned 1",
         f"files: {attempt}/[0-1]/[stdout,stderr].log",
     ]  # fmt: skip
-    found = kernel.run("%dist_log -r 1 --grep 'step [35]|warn' --stdout").text.splitlines()
-    assert found[:-1] == ["── rank 1 ──", "step 3", "step 5"]
-    found = kernel.run("%dist_log -r 0 --stderr").text.splitlines()
-    assert found[:-1] == ["── rank 0 · stderr ──", "warned 0"]
+    selected = kernel.run("%dist_log -r 1 --grep 'step [35]|warn' --stdout").text.splitlines()
+    assert selected[:-1] == ["── rank 1 ──", "step 3", "step 5"]
+    selected = kernel.run("%dist_log -r 0 --stderr").text.splitlines()
+    assert selected[:-1] == ["── rank 0 · stderr ──", "warned 0"]
     assert kernel.run("%dist_log --grep nowhere").text.startswith("no lines with nowhere\nfiles")
     # Each start has its own files, also if another world takes the name of the run.
     last = int(attempt.name.removeprefix("attempt_"))
@@ -180,8 +180,8 @@ def test_dist_log_shows_lines_by_rank_and_options(kernel: Notebook) -> None:
     assert kernel.run("%dist_log").text.startswith("no lines")
     assert "step 8" in kernel.run(f"%dist_log --attempt {last}").text
     error = kernel.run("%dist_log --attempt 99").error
-    there = sorted(int(each.name[8:]) for each in run.glob("attempt_*"))
-    assert f"`--attempt 99`: there are {there[0]}-{there[-1]}, the last is now." in error
+    attempts = sorted(int(each.name[8:]) for each in run.glob("attempt_*"))
+    assert f"`--attempt 99`: there are {attempts[0]}-{attempts[-1]}, the last is now." in error
 
 
 @pytest.fixture(params=[PAGE, 1000])
@@ -190,10 +190,10 @@ def _pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(logs, "PAGE", request.param)
 
 
-def lines_of(folder: Path, most: int, pattern: str | None = None) -> list[str]:
+def lines_of(folder: Path, count: int, pattern: str | None = None) -> list[str]:
     """Return the last lines of a rank's file, as `%dist_log` reads the file."""
     ask = partial(read_logs, {3: folder})
-    get = GetLogs((3,), ("stdout",), most)
+    get = GetLogs((3,), ("stdout",), count)
     (tail,) = ask(get)
     return [*last_lines(tail, get, ask, None if pattern is None else re.compile(pattern))]
 
@@ -224,8 +224,8 @@ def test_last_lines_of_a_big_file_are_whole(tmp_path: Path) -> None:
     assert file.stat().st_size > 3 * BLOCK
     assert lines_of(tmp_path, 10_000) == numbers
     assert lines_of(tmp_path, 2) == numbers[-2:]
-    found = [line for line in numbers if re.search(r"line [789]00 ", line)]
-    assert lines_of(tmp_path, 3, r"line \d00 ") == found
+    matching = [line for line in numbers if re.search(r"line [789]00 ", line)]
+    assert lines_of(tmp_path, 3, r"line \d00 ") == matching
     assert lines_of(tmp_path, 3, "line 7 ") == ["line 7 " + "x" * 7]
     numbered = "".join(f"{number:08}" for number in range(5 * BLOCK // 8))
     for length in (BLOCK + LONGEST + 90, 5 * BLOCK):
@@ -251,7 +251,7 @@ def test_lines_in_the_former_file_are_included(tmp_path: Path) -> None:
 
 
 def test_foreign_folders_are_no_attempts(tmp_path: Path) -> None:
-    """A folder that somebody has copied beside the folders of attempts counts as none of them."""
+    """Only folders named `attempt_` and a number count as attempts; copies beside them do not."""
     for name in ("attempt_0", "attempt_1", "attempt_1_old", "attempt_", "attempt_x"):
         (tmp_path / name / "3").mkdir(parents=True)
         (tmp_path / name / "3" / "stdout.log").write_text("line\n")

@@ -68,30 +68,30 @@ def test_scale_says_which_ranks_are_new_or_moved(kernel: Notebook) -> None:
     """A note names, once, the variables that new ranks lack and the ranks with new numbers."""
     assert kernel.run("%%distributed -n 2\npass").errors == []
     kernel.run("%%distributed\nkept = made = 5; rank = dist.get_rank()")
-    said = kernel.run("%dist_scale +1").text
-    assert said.startswith("now 3 workers · new rank 2 does not have kept and made"), said
+    text = kernel.run("%dist_scale +1").text
+    assert text.startswith("now 3 workers · new rank 2 does not have kept and made"), text
     assert "now 3 workers" not in kernel.run("%%distributed\nprint(world_size)").text
     assert kernel.run("%dist_scale -1").text == "now 2 workers"
     kernel.run("number = 41\n%dist_scale 3")
     kernel.run("%%distributed\nwas = rank + number - 41")
     moved = "ranks 1-2 are now ranks 0-1"
     assert kernel.run("%dist_scale -r 1-2").text == f"now 2 workers · {moved}"
-    said = kernel.run("%%distributed\nprint(rank, was, number)").text
+    text = kernel.run("%%distributed\nprint(rank, was, number)").text
     for each in (moved, "0 1 41", "1 2 41"):
-        assert each in said
+        assert each in text
     assert "are now" not in kernel.run("%%distributed\nprint(rank)").text
     assert kernel.run("%dist_scale -r 0,1").text == "already 2 workers"
     # `%dist_sync` copies variables to ranks that lack them, or to the ranks after `-r`.
     kernel.run("%%distributed\nmine = [rank]\nother = mine")
     kernel.run("%dist_scale 4")
-    said = kernel.run("%dist_sync mine other --from 1").text
-    assert said == "copied mine, other from rank 1 to ranks 2-3"
+    text = kernel.run("%dist_sync mine other --from 1").text
+    assert text == "copied mine, other from rank 1 to ranks 2-3"
     kernel.run("%dist_gather (mine[0],mine is other) --as found")
     assert kernel.value("found") == [(0, True), (1, True), (1, True), (1, True)]
-    said = kernel.run("%dist_sync mine").text
-    assert said == "all ranks have mine already; `-r all` copies to all of them"
-    said = kernel.run("%dist_sync mine --from -1 -r 0").text
-    assert said == "copied mine from rank 3 to rank 0"
+    text = kernel.run("%dist_sync mine").text
+    assert text == "all ranks have mine already; `-r all` copies to all of them"
+    text = kernel.run("%dist_sync mine --from -1 -r 0").text
+    assert text == "copied mine from rank 3 to rank 0"
 
 
 # --- worlds that outlive a kernel, and the next kernel ----------------------------------------
@@ -128,7 +128,7 @@ def named(name: str) -> list[RunningWorld]:
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> Iterator[str]:
     """The name of the test's world; the fixture kills the world if it still runs."""
-    name = f"{request.node.name}-{os.getpid()}"  # others run the same tests on this machine
+    name = f"{request.node.name}-{os.getpid()}"  # this machine may run the test twice at once
     yield name
     for _ in named(name):
         kill_world(name)
@@ -199,7 +199,7 @@ def test_workers_survive_a_restart_of_the_kernel(
 def test_tasks_side_by_side_outlive_their_notebook(
     fresh: Callable[..., Notebook], name: str, tmp_path: Path
 ) -> None:
-    """The next notebook shows the output of both; the newest is a cell, the other a job."""
+    """The next notebook shows both tasks' output: the newest is its cell, the other a job."""
     gates = [tmp_path / "first", tmp_path / "second"]
     first = fresh("%load_ext nbdist")
     assert first.run(f"%%distributed -n 2 --detach --name {name}\nimport os, time").errors == []

@@ -38,7 +38,7 @@ def notebook(kernel: Notebook) -> Notebook:
 
 
 def test_a_first_script_starts_workers_and_gets_its_arguments(kernel: Notebook) -> None:
-    """Options before the script are ours; words after it are the script's, quoted as in a shell."""
+    """Options before the script are nbdist's; words after it are the script's, as in a shell."""
     (kernel.folder / "arguments.py").write_text("import sys\nprint(sys.argv[1:])\nleft = rank\n")
     line = "%dist_run -n 2 arguments.py -n 5 'a b' \"c d\" -r 1 $HOME {left} --max-restarts"
     expected = ["-n", "5", "a b", "c d", "-r", "1", "$HOME", "{left}", "--max-restarts"]
@@ -81,8 +81,8 @@ def test_a_line_of_torchrun_can_be_typed(notebook: Notebook) -> None:
     (notebook.folder / "torchruns.py").write_text("print('ran')\n")
     ran = notebook.run(f"%dist_run {TORCHRUNS} --nproc-per-node=2 torchruns.py --standalone")
     assert "ran" in body(ran)
-    (said,) = (line for line in ran.text.splitlines() if "ignored" in line)
-    assert {*re.findall(r"`(--[\w-]+)", said)} == {
+    (note,) = (line for line in ran.text.splitlines() if "ignored" in line)
+    assert {*re.findall(r"`(--[\w-]+)", note)} == {
         *("--standalone", "--nnodes", "--node-rank", "--master-addr", "--master-port"),
         *("--rdzv-id", "--rdzv-backend", "--rdzv-endpoint", "--tee", "--redirects", "--use-env"),
     }
@@ -95,7 +95,7 @@ def test_a_line_of_torchrun_can_be_typed(notebook: Notebook) -> None:
 
 
 def test_scripts_run_in_the_notebooks_folder(notebook: Notebook) -> None:
-    """After `%cd` scripts are found and run in the new folder, with what lies beside them."""
+    """After `%cd` scripts are found and run in the new folder, and read the files in it."""
     project = notebook.folder / "project"
     project.mkdir()
     (project / "data.txt").write_text("7")
@@ -112,7 +112,7 @@ def test_scripts_run_in_the_notebooks_folder(notebook: Notebook) -> None:
 def test_a_failed_cell_is_run_again(notebook: Notebook) -> None:
     """A line names the reason of each restart; each attempt has the notebook's names again."""
     notebook.run("class Net:\n    size = 1\nnet = Net()")
-    notebook.run("%%distributed\nearlier = Net")  # sent before, so a new rank lacks it
+    notebook.run("%%distributed\nearlier = Net")  # sends `Net`, which a new rank will lack
     outcome = notebook.run(
         "%%distributed --max-restarts 3\n"
         "import os, signal\n"
@@ -141,15 +141,15 @@ def test_a_failed_cell_is_run_again(notebook: Notebook) -> None:
 
 
 def test_the_debugger_chooses_the_rank_that_failed_first(pools: Pools) -> None:
-    """`failed_rank` returns the first failed rank; the error says if its process has ended."""
+    """`failed_rank` returns the rank that failed first, or raises if none has or that rank died."""
     pool = pools.default
     with pytest.raises(UsageError, match=r"no rank has failed yet. `-r 2`"):
         failed_rank(pool)
     pool.failures.first_error = 1.0, 3, Failure("ValueError", "bad", (), 0)
     assert failed_rank(pool) == 3
     pool.failures.first_error = 2.0, 2, Died(-9, 0)
-    said = r"rank 2 was killed by SIGKILL, so .* `%dist_output --failed`"
-    with pytest.raises(UsageError, match=said):
+    message = r"rank 2 was killed by SIGKILL, so .* `%dist_output --failed`"
+    with pytest.raises(UsageError, match=message):
         failed_rank(pool)
 
 
@@ -162,27 +162,27 @@ X = NameMemory("x", 4 * MIB, (1024, 1024), "float32")
 
 
 def memory(
-    pss: int, *held: NameMemory, gpu: GpuMemory | None = None, kept: tuple[NameMemory, ...] = ()
+    pss: int, *tensors: NameMemory, gpu: GpuMemory | None = None, kept: tuple[NameMemory, ...] = ()
 ) -> Memory:
     """Return the memory of a rank on a machine of 24 GiB."""
     limit = MemoryLimit("this machine", 24 * GIB, 20 * GIB)
-    size = sum(each.size for each in held)
-    return Memory(pss, Peak(pss), limit, gpu, held, size, kept, sum(each.size for each in kept))
+    size = sum(each.size for each in tensors)
+    return Memory(pss, Peak(pss), limit, gpu, tensors, size, kept, sum(each.size for each in kept))
 
 
 def test_equal_ranks_share_a_row():
     """The headline has the range of memory; columns for GPUs appear only if ranks have GPUs."""
-    found = {0: memory(40 * MIB, X), 1: memory(60 * MIB, X), 2: memory(40 * MIB, X)}
-    assert headline(found) == "ranks 0-2 · 40-60 MiB · this machine 4 GiB of 24 GiB"
-    assert per_rank(found, used_figures) == [
+    by_rank = {0: memory(40 * MIB, X), 1: memory(60 * MIB, X), 2: memory(40 * MIB, X)}
+    assert headline(by_rank) == "ranks 0-2 · 40-60 MiB · this machine 4 GiB of 24 GiB"
+    assert per_rank(by_rank, used_figures) == [
         ("ranks", "memory", "peak in last cell", "in variables"),
         ("0,2", "40 MiB", "40 MiB", "4 MiB"),
         ("1", "60 MiB", "60 MiB", "4 MiB"),
     ]
     gpu = GpuMemory("1", 61 * GIB, 80 * GIB, 40 * GIB, Peak(50 * GIB, is_bound=True))
-    found = {1: memory(GIB, X, gpu=gpu)}
-    assert headline(found).startswith("rank 1 · 1 GiB · GPU 61 GiB of 80 GiB · ")
-    assert per_rank(found, used_figures)[1][5:] == ("40 GiB", "at most 50 GiB")
+    by_rank = {1: memory(GIB, X, gpu=gpu)}
+    assert headline(by_rank).startswith("rank 1 · 1 GiB · GPU 61 GiB of 80 GiB · ")
+    assert per_rank(by_rank, used_figures)[1][5:] == ("40 GiB", "at most 50 GiB")
     # Sizes before and after `--free` are rounded, so that ranks share a row.
     alike, other = Cleaned((240 * MIB, 43 * MIB)), Cleaned((2**30, 43 * MIB))
     freed = {0: alike, 1: other, 2: Cleaned((238 * MIB, 43 * MIB)), 3: alike}
@@ -205,19 +205,19 @@ def test_tensors_are_listed_by_size_with_their_ranks():
         NameMemory("x", MIB, (5,), "int8", "cuda:0"),
         NameMemory("list", 9 * MIB, count=300),
     )
-    found = {0: memory(0), 1: memory(0)}
-    held = [(0, X), (1, small), (0, other), (1, other)]
-    assert tensor_rows(found, held) == [
+    by_rank = {0: memory(0), 1: memory(0)}
+    tensors = [(0, X), (1, small), (0, other), (1, other)]
+    assert tensor_rows(by_rank, tensors) == [
         ("size", "name", "what", "device", "ranks"),
         ("9 MiB", "list", "300 tensors", "cpu", "all"),
         ("4 MiB", "x", "(1024, 1024) float32", "cpu", "0"),
         ("1 MiB", "x", "(5,) int8", "cuda:0", "1"),
     ]
-    assert tensor_rows(found, []) == []
+    assert tensor_rows(by_rank, []) == []
 
 
 def test_tensors_held_by_a_traceback_are_listed():
-    """If only the last traceback and `Out` hold tensors, a line says so, with `--free`."""
+    """If only the last traceback and `Out` hold tensors, a line says so and names `--free`."""
     assert "%dist_clean" not in memory_tables({0: memory(MIB, X)}).text
-    said = "4 MiB that only the last traceback and `Out` hold on rank 1: `%dist_memory --free`"
-    assert said in memory_tables({0: memory(MIB, X), 1: memory(MIB, kept=(X,))}).text
+    line = "4 MiB that only the last traceback and `Out` hold on rank 1: `%dist_memory --free`"
+    assert line in memory_tables({0: memory(MIB, X), 1: memory(MIB, kept=(X,))}).text

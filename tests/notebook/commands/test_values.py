@@ -41,7 +41,7 @@ two = lasting(
 
 
 def test_gather_binds_lists_by_rank(two: Notebook):
-    """Each expression becomes a list by rank; lists keep shared objects, and can be assigned."""
+    """Each expression becomes a list by rank; shared objects stay so; a list can be assigned."""
     assert two.run("%dist_gather t n both").errors == []
     assert two.value("[each.tolist() for each in t], n") == ([[0.0, 0.0], [1.0, 1.0]], [1, 2])
     assert two.value("[all(a is b[0] for a, b in zip(t, both))]") == [True]
@@ -111,28 +111,28 @@ def test_gather_can_bring_one_value_in_place_of_a_list(two: Notebook):
 
 
 def test_gather_says_why_a_value_cannot_be_gathered(two: Notebook):
-    """The error is a line that says who has the variable, or why not; no name is bound here."""
+    """The error says which rank has the variable, or what else is wrong; no name is bound here."""
     two.run("mine = 1\nz = 'as it was'")
-    for line, said in (
+    for line, error in (
         ("mine", "no rank has `mine`; the notebook has it: `%dist_push mine`."),
         ("n( --as z", "`n(` is no expression: "),
         ("t[:rank+1] --stack --as z", "`t[:rank+1]` cannot be put together by"),
         ("only n", "rank 1 has no `only`; rank 0 has it: `-r 0`."),
     ):
-        assert two.run(f"%dist_gather {line}").error.startswith(f"UsageError: {said}")
+        assert two.run(f"%dist_gather {line}").error.startswith(f"UsageError: {error}")
     assert two.value("z, 'only' in globals()") == ("as it was", False)
 
 
 def test_push_names_the_variables_and_the_ranks(two: Notebook):
-    """The answer of `%dist_push` names variables and ranks, and below, a replaced variable."""
+    """The answer of `%dist_push` names variables and ranks; a note names a replaced variable."""
     two.run("lr, batch = 0.1, 8")
     assert two.run("%dist_push lr").text == "sent lr to 2 ranks"
     assert two.run("%dist_push lr batch -r 1").text == "sent batch and lr to rank 1"
     two.run("layers = [1]")
     two.run("%%distributed\nown = {'layers': layers}")
     two.run("layers = 'other'")
-    said, note = two.run("%dist_push layers").text.splitlines()
-    assert said == "sent layers to 2 ranks"
+    answer, note = two.run("%dist_push layers").text.splitlines()
+    assert answer == "sent layers to 2 ranks"
     assert note.startswith("the notebook's `layers` (str) replaces the ranks' `layers` (list")
 
 
@@ -147,8 +147,8 @@ def test_scattered_parts_belong_to_the_workers(two: Notebook):
         "another",
         "the notebook's `x` (str) replaces the ranks' `x` (list, changed)",
     ]
-    said = two.run("%dist_scatter grid --dim 1 --as column -r 1").text
-    assert said == "scattered column: 3 along dimension 1, 3 to rank 1"
+    answer = two.run("%dist_scatter grid --dim 1 --as column -r 1").text
+    assert answer == "scattered column: 3 along dimension 1, 3 to rank 1"
     assert two.run("%dist_gather column -r 1").errors == []
     assert two.value("column.tolist()") == [[0, 1, 2], [3, 4, 5]]
 
@@ -171,17 +171,17 @@ def notebook(kernel: Notebook) -> Notebook:
 
 
 def test_restore_brings_variables_back_after_a_restart(notebook: Notebook) -> None:
-    """A line after a restart names the `%dist_restore`; restored variables are the workers' own."""
+    """A line after a restart shows the `%dist_restore`; restored variables are the workers' own."""
     notebook.run("step = 1")
     notebook.run("%%distributed\nstep = 10 + rank\nnote = 'kept'\nimport _thread\n"
                  "lock = _thread.allocate_lock()")  # fmt: skip
-    said = notebook.run("%dist_snapshot --name night").text
-    assert said.startswith("saved note and step of 2 ranks · snapshot `night` · ")
-    assert "left out: lock (TypeError: cannot pickle '_thread.lock' object)" in said
-    said = " · `%dist_restore --name night` restores note and step of "
-    assert f"worker variables cleared{said}" in notebook.run("%dist_restart").text
-    said = notebook.run("%dist_restore").text
-    assert said.startswith("restored note and step on ranks 0-1 from `night@")
+    text = notebook.run("%dist_snapshot --name night").text
+    assert text.startswith("saved note and step of 2 ranks · snapshot `night` · ")
+    assert "left out: lock (TypeError: cannot pickle '_thread.lock' object)" in text
+    text = " · `%dist_restore --name night` restores note and step of "
+    assert f"worker variables cleared{text}" in notebook.run("%dist_restart").text
+    text = notebook.run("%dist_restore").text
+    assert text.startswith("restored note and step on ranks 0-1 from `night@")
     assert body(notebook.run("%%distributed\nstep"))[1::2] == ["10", "11"]
     notebook.run("%%distributed\nstep += 1")
     notebook.run("%dist_restore step -r 1")
@@ -195,13 +195,13 @@ def test_restore_brings_variables_back_after_a_restart(notebook: Notebook) -> No
 
 
 def test_every_takes_snapshots_after_cells(notebook: Notebook) -> None:
-    """`--every 2` saves after each second cell that succeeds; a failed snapshot is only a line."""
+    """`--every 2` saves after every second successful cell; a failed snapshot adds only a line."""
     folder = notebook.folder
     notebook.run("%%distributed\nx = 1")
     assert "again after every 2 cells" in notebook.run("%dist_snapshot --name auto --every 2").text
-    for cell, taken in (("x = 2", 1), ("raise ValueError", 1), ("x = 3", 2)):
+    for cell, count in (("x = 2", 1), ("raise ValueError", 1), ("x = 3", 2)):
         notebook.run(f"%%distributed\n{cell}")
-        assert len([each for each in (folder / "auto").iterdir() if each.name[0] != "."]) == taken
+        assert len([each for each in (folder / "auto").iterdir() if each.name[0] != "."]) == count
     shutil.rmtree(folder)
     folder.write_text("in the way")
     notebook.run("%%distributed\npass")
@@ -274,7 +274,7 @@ def test_a_nameless_notebook_restores_its_snapshot(
 
 def test_bad_input_gets_an_error_with_a_remedy(notebook: Notebook) -> None:
     """Each mistake with snapshots gets an error of one line, with a reason or a right form."""
-    for source, said in (
+    for source, text in (
         ("%dist_snapshot --name a/b", "`a/b` is not a name"),
         ("%dist_snapshot rank nowhere --name a", "no rank has `nowhere`."),
         ("%dist_snapshot rank --every x", "`--every 1`"),
@@ -282,7 +282,7 @@ def test_bad_input_gets_an_error_with_a_remedy(notebook: Notebook) -> None:
         ("%dist_restore", "`%dist_snapshot model step`"),
         ("%dist_restore a --from-rank x", "`--from x`"),
     ):
-        assert said in notebook.run(source).error
+        assert text in notebook.run(source).error
 
 
 def test_stop_ends_a_slow_snapshot(notebook: Notebook) -> None:

@@ -57,26 +57,26 @@ class House:
         result = self.worker.run(source)
         after = self.worker.run("{n: id(v) for n, v in globals().items() if n[0] != '_'}")
         bound = frozenset(name for name in after if before.get(name) != after[name])
-        gone, dead = frozenset(before.keys() - after.keys()), self.worker.pop_ended_keys()
+        lost, dead = frozenset(before.keys() - after.keys()), self.worker.pop_ended_keys()
         for rank in ranks:
-            self.table.record_finished(rank, Done("ok", 0.0, bound, gone=gone, dead=dead), Parcel())
+            self.table.record_finished(rank, Done("ok", 0.0, bound, gone=lost, dead=dead), Parcel())
         return result
 
-    def settled(self, found: Plan, *changed: int) -> Shipment:
-        """Answer a plan's question to the ranks by the worker, and return the shipment.
+    def settled(self, planned: Plan, *changed: int) -> Shipment:
+        """Let the worker answer a plan's question to the ranks, and return the shipment.
 
         If `changed` names ranks, the other ranks answer that they have changed no object.
         """
-        if (question := found.question) is not None:
-            said = self.worker.inspect(dict(question.objects), question.names)
-            no = Inspected(names=said.names)
+        if (question := planned.question) is not None:
+            answer = self.worker.inspect(dict(question.objects), question.names)
+            unchanged = Inspected(names=answer.names)
             ranks = question.ranks
-            found.answer({r: said if r in changed or not changed else no for r in ranks})
-        return found.shipment()
+            planned.answer({r: answer if r in changed or not changed else unchanged for r in ranks})
+        return planned.shipment()
 
-    def send(self, found: Plan, ranks: tuple[int, ...] = ALL, *changed: int) -> Shipment:
+    def send(self, planned: Plan, ranks: tuple[int, ...] = ALL, *changed: int) -> Shipment:
         """Send all packets of a plan to the worker, and record them in the table."""
-        shipment = self.settled(found, *changed)
+        shipment = self.settled(planned, *changed)
         self.notices += [*shipment.notices, *(f"sent {each}" for each in shipment.big)]
         forgotten = self.table.objects.pop_forgotten(ranks)
         deleted = self.table.pop_deleted(ranks)
@@ -87,9 +87,9 @@ class House:
             self.table.record_sent(packet.parcel.names)
             if segment:
                 segment.close()
-        gone = self.worker.delete([*{name for names in deleted.values() for name in names}])
+        unbound = self.worker.delete([*{name for names in deleted.values() for name in names}])
         for rank in ranks:
-            done = Done("ok", 0.0, gone=frozenset(gone))
+            done = Done("ok", 0.0, gone=frozenset(unbound))
             self.table.record_finished(rank, done, shipment.parcels.get(rank, Parcel()))
         return shipment
 
@@ -105,10 +105,10 @@ class House:
         """Return the variables that lead to objects whose changes would be sent with a cell."""
         question = plan(source, self.table, ranks).question
         keys = set() if question is None else question.objects.keys()
-        tokens = {name: self.table.record(name) for name in self.table.owners()}
+        records = {name: self.table.record(name) for name in self.table.owners()}
         return {
             name
-            for name, record in tokens.items()
+            for name, record in records.items()
             if record and keys & self.table.objects.reach(ranks[0], record.bound_to)
         }
 

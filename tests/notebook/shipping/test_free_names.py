@@ -100,8 +100,8 @@ if sys.version_info >= (3, 12):
 @pytest.mark.parametrize("source", USED)
 def test_names_used_are_names_read_before_bound(source: str) -> None:
     """`names_used` returns the names that a cell may read before binding, and no others."""
-    found = names_used(source) - {"get_ipython"} - set(dir(builtins))
-    assert found == set(USED[source].split())
+    names = names_used(source) - {"get_ipython"} - set(dir(builtins))
+    assert names == set(USED[source].split())
 
 
 BOUND_BEFORE = {
@@ -138,9 +138,9 @@ BOUND_BEFORE = {
 @pytest.mark.parametrize("source", BOUND_BEFORE)
 def test_bound_before_has_names_bound_at_every_read(source: str) -> None:
     """`bound_before` maps each used name to the names that are bound at all reads of it."""
-    found = {name: before for name, before in bound_before(source).items() if name in USERS}
-    assert found.keys() == names_used(source) & USERS
-    assert found == {name: {*before.split()} for name, before in BOUND_BEFORE[source].items()}
+    bound_names = {name: before for name, before in bound_before(source).items() if name in USERS}
+    assert bound_names.keys() == names_used(source) & USERS
+    assert bound_names == {name: {*before.split()} for name, before in BOUND_BEFORE[source].items()}
 
 
 USERS = frozenset(["work", "c", "d", "g", "k", "xs", "E", "Lock", "make", "open_"])
@@ -171,7 +171,7 @@ def test_names_bound_are_all_global_names_a_cell_may_bind(source: str) -> None:
 
 
 def test_source_without_code_has_no_names() -> None:
-    """An empty cell has no names, invalid source raises SyntaxError; dotted names are whole."""
+    """An empty cell has no names; invalid source raises SyntaxError; `a.b.c` includes `a.b`."""
     assert dotted_names("a.b.c(d.e, f().g)") == {("a", "b", "c"), ("a", "b"), ("d", "e")}
     for names in (names_used, names_bound):
         assert names("") == names("# only a comment") == set()
@@ -201,7 +201,7 @@ def test_code_in_magic_finds_the_python(method: str, texts: list[str], code: lis
 
 
 def test_names_in_commands_are_those_of_the_cell_itself() -> None:
-    """Names in a cell's commands are found in order, but none in functions or of the shell."""
+    """Names in a cell's commands are found in order, but not those of functions or of the shell."""
     source = "get_ipython().system('echo {b} $a; for i in 1; do echo $i; done')\n"
     in_function = "def f():\n    get_ipython().system('{c}')\n"
     in_class = "class A:\n    get_ipython().run_line_magic('cd', '{d}')\n"
@@ -248,7 +248,7 @@ def program(chance: random.Random, depth: int = 0) -> str:
         }
 
         def fill(template: str) -> str:
-            return re.sub("( ?)@(.)", lambda found: deeper(found[1], made[found[2]]()), template)
+            return re.sub("( ?)@(.)", lambda mark: deeper(mark[1], made[mark[2]]()), template)
 
         return fill(chance.choice(NESTED if is_nested else PLAIN))
 
@@ -309,23 +309,23 @@ class Globals(dict[str, Any]):
     def _called(self, function: Any) -> Any:
         # The decorated function's name is not bound yet: a read of the name here does not count.
         name = function.__name__
-        known = self.missing.get(name)
+        earlier = self.missing.get(name)
         with contextlib.suppress(Oops):
             self.call(function)
         self.missing.pop(name, None)
-        if known is not None:
-            self.missing[name] = known
+        if earlier is not None:
+            self.missing[name] = earlier
         return function
 
 
 def names_missing(code: Any, seed: int) -> dict[str, frozenset[str]]:
     """Run a program, and then its functions; return the names that were read unbound."""
-    found = Globals(random.Random(seed))
+    namespace = Globals(random.Random(seed))
     with contextlib.suppress(Oops, NameError):
-        exec(code, found)
-        for name in {*FUNCTIONS}.intersection(found):
-            found.call(found[name])
-    return found.missing
+        exec(code, namespace)
+        for name in {*FUNCTIONS}.intersection(namespace):
+            namespace.call(namespace[name])
+    return namespace.missing
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -342,5 +342,5 @@ def test_no_unbound_name_of_a_program_is_missed(seed: int) -> None:
         before = bound_before(source)
         for missing in (names_missing(code, each) for each in range(20)):
             assert missing.keys() <= names_used(source), source
-            assert all(before[name] <= there for name, there in missing.items()), source
+            assert all(before[name] <= bound for name, bound in missing.items()), source
     assert runs > 20

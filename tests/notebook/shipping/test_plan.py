@@ -54,23 +54,23 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_cell_finds_the_names_it_uses(case: str, house: Any) -> None:
-    """A cell's names are sent to the workers, with the names that their functions need."""
+    """A cell's names are sent to the workers, with those that its functions and classes need."""
     source, cell, result = CASES[case]
     house.cell(source)
     assert house.distributed(cell) == result
     assert house.names(cell) == set(), "nothing has changed since"
 
 
-def is_nothing(found: Plan) -> bool:
+def is_nothing(planned: Plan) -> bool:
     """Return True if a plan sends nothing to ranks, asks them nothing, and has no notice."""
-    shipment = found.shipment()
+    shipment = planned.shipment()
     assert shipment == Shipment(parcels=shipment.parcels)
     assert not any(parcel.names or parcel.states for parcel in shipment.parcels.values())
-    return found.question is None
+    return planned.question is None
 
 
 def test_names_that_a_cell_does_not_use_are_not_sent(house: Any) -> None:
-    """Names of IPython are not sent either, unless the user has bound the name."""
+    """Only used names are sent, and a name of IPython only if the user has bound the name."""
     house.cell("a, b, f = 1, 2, lambda: a")
     assert house.names("b + 1") == {"b"}
     assert is_nothing(plan("x = 1\nprint(x)", house.table, ALL))
@@ -84,7 +84,7 @@ def test_names_that_a_cell_does_not_use_are_not_sent(house: Any) -> None:
 
 
 def test_a_new_definition_is_sent_again(house: Any) -> None:
-    """A function used by another function, a class attribute and a submodule are sent again."""
+    """A function used by another one, a class attribute and a submodule are sent after a change."""
     house.cell("def g(): return 1\ndef f(): return g()")
     assert house.distributed("f()") == 1
     house.cell("def g(): return 2")
@@ -121,12 +121,12 @@ def test_functions_of_ranks_get_changed_variables(house: Any) -> None:
     house.cell("import threading\nb = threading.Lock()")
     assert house.distributed("f()") == ("theirs", 3, 1, 4)
     assert house.names("pass") == set()
-    said = "functions on the ranks use the older one that they have"
-    assert house.notices == [f"`b` cannot be sent: {said}"]
+    note = "functions on the ranks use the older one that they have"
+    assert house.notices == [f"`b` cannot be sent: {note}"]
 
 
 def test_functions_of_ranks_use_names_bound_by_the_notebook(house: Any) -> None:
-    """After the notebook binds a name of the ranks, their functions use the notebook's value."""
+    """After the notebook binds a name of the ranks, functions of ranks use the notebook's value."""
     house.distributed("b = [1]\ndef add(x): b.append(x); return [*b]")
     house.cell("b = [3]")
     assert house.names("b = [5]\nadd(6)") == set(), "the cell binds it"
@@ -145,9 +145,9 @@ def test_functions_of_ranks_use_names_bound_by_the_notebook(house: Any) -> None:
     assert house.distributed("read()") == 8
     house.cell("import threading\nb = threading.Lock()")
     assert house.distributed("read()") == 8
-    said = "functions on the ranks use the older one that they have"
-    big = f"`b`: {said}; `%dist_push b` sends it"
-    assert house.notices[-2:] == [big, f"`b` cannot be sent: {said}"]
+    note = "functions on the ranks use the older one that they have"
+    big = f"`b`: {note}; `%dist_push b` sends it"
+    assert house.notices[-2:] == [big, f"`b` cannot be sent: {note}"]
     house.cell("b = {'lock': threading.Lock(), 'k': 1}")
     assert house.distributed("read()") == 8
     house.cell("del b['lock']")
@@ -178,7 +178,7 @@ def test_new_views_show_memory_that_ranks_changed(house: Any) -> None:
 
 
 def test_an_unsendable_variable_leaves_the_others_linked(house: Any) -> None:
-    """Other variables that the same cell sends keep their counterparts, also under a new name."""
+    """If a variable cannot be sent, the others keep their counterparts, also under a new name."""
     house.cell("own = 1")
     assert house.distributed("def f(): return own\nf()") == 1
     house.cell("import threading\nown, model = threading.Lock(), [1]")
@@ -188,7 +188,7 @@ def test_an_unsendable_variable_leaves_the_others_linked(house: Any) -> None:
 
 
 def test_names_that_share_an_object_share_it_on_ranks(house: Any) -> None:
-    """Two names that share an object also share it on the ranks if sent or changed separately."""
+    """Names that share an object share it on the ranks too, even if sent or changed separately."""
     house.cell("params = [1]\nmodel, opt = {'p': params}, [params]")
     house.distributed("kept = model\nopt")
     house.cell("opt.append('state')")
@@ -238,8 +238,8 @@ def test_big_values_are_announced(house: Any) -> None:
         "    def batches(): return len(corpus)\n    return batches\nbatches = make()"
     )
     shipment = house.send(plan("batches()", house.table, ALL))
-    said = "batches (66.8 MiB, most of it in batches.<closure>.corpus) to 2 ranks"
-    assert shipment.big == (said,)
+    line = "batches (66.8 MiB, most of it in batches.<closure>.corpus) to 2 ranks"
+    assert shipment.big == (line,)
     assert house.distributed("batches()") == 70_000_000
 
 
@@ -276,7 +276,7 @@ def test_a_changed_element_of_a_big_value_is_sent(house: Any) -> None:
 
 
 def test_large_memory_is_compared_by_samples(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above `WHOLE_LIMIT` bytes a change may be missed; of very many objects each is compared."""
+    """A change in huge memory may be missed, but each of very many items of a list is compared."""
     monkeypatch.setattr(scan, "QUICK_BYTES", 1 << 20)
     monkeypatch.setattr(scan, "WHOLE_LIMIT", 1 << 20)
     house.cell("import numpy as np\nbig = np.zeros(1_000_000)\nmany = [*range(1_000_000)]")
@@ -294,10 +294,10 @@ def test_large_memory_is_compared_by_samples(house: Any, monkeypatch: pytest.Mon
 def test_the_table_keeps_nothing_big_alive(house: Any) -> None:
     """An array that the user deletes in the notebook is freed."""
     house.notebook.names["big"] = array = numpy.zeros(1_000_000)
-    gone = weakref.ref(array)
+    reference = weakref.ref(array)
     house.distributed("big.sum() and None")
     del array, house.notebook.names["big"]
-    assert gone() is None
+    assert reference() is None
 
 
 def test_a_value_that_cannot_be_pickled_stops_the_cell(house: Any) -> None:
@@ -330,7 +330,7 @@ def test_binding_a_name_makes_it_the_notebooks_again(house: Any) -> None:
     house.distributed("model = Net()")
     house.cell("if False: model = Net()")
     assert house.names("model") == set()
-    # A change by workers in place stays until the notebook's cell runs again.
+    # A change that workers make in place stays until the notebook binds the name again.
     house.cell("ys = [1]")
     house.distributed("ys.append(2)")
     assert house.distributed("ys") == [1, 2]
@@ -360,10 +360,10 @@ def test_names_that_each_worker_owns_are_never_sent(house: Any) -> None:
     house.cell("device = 'cpu'\ntorch = dist = 5")
     assert house.names("rank, device, dist, torch") == set()
     house.distributed("device = 'cuda:0'\ntorch = dist = 6\ndevice, dist, torch")
-    own = "was ignored: each worker has"
+    was_ignored = "was ignored: each worker has"
     assert house.notices == [
-        f"Your notebook's `dist` {own} torch.distributed",
-        f"Your notebook's `rank` {own} its own",
+        f"Your notebook's `dist` {was_ignored} torch.distributed",
+        f"Your notebook's `rank` {was_ignored} its own",
     ]
     for name in ("rank", "dist", "torch", "device", "world_size", "local_rank"):
         with pytest.raises(UsageError, match=f"`%dist_push`: each worker has its own `{name}`"):
@@ -371,7 +371,7 @@ def test_names_that_each_worker_owns_are_never_sent(house: Any) -> None:
 
 
 def test_ranks_that_lack_a_variable_get_it(house: Any) -> None:
-    """A variable that one rank has is sent to others; a rank's own is not replaced, but noted."""
+    """A rank gets a variable that it lacks, or a notice is shown if another rank has bound it."""
     house.cell("n = 1")
     house.distributed("n", ranks=(0,))
     assert house.names("n", ranks=(0,)) == set()

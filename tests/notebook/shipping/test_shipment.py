@@ -121,7 +121,7 @@ def _make(node: Node, holds: list[Any], made: list[Any], point: Any) -> Any:
         case "dict":
             return {f"k{number}": value for number, value in enumerate(holds)}
         case "tuple":
-            # With a list inside: equal tuples without one may be one object or several.
+            # The list makes each tuple unique: equal plain tuples may be one object or several.
             return (*holds, [])
         case "point":
             return point(holds[0] if holds else None, node.seed)
@@ -180,9 +180,9 @@ def test_values_arrive_as_they_are(
     house.table.record_assigned({"a", "b"})
 
     def check() -> list[Any]:
-        here: list[Any] = names["tell"]([names["a"], names["b"]])
-        assert house.distributed("tell([a, b])") == here
-        return here
+        expected: list[Any] = names["tell"]([names["a"], names["b"]])
+        assert house.distributed("tell([a, b])") == expected
+        return expected
 
     check()
     house.run("kept = [*walk([a, b]).values()]")
@@ -192,15 +192,15 @@ def test_values_arrive_as_they_are(
             names.update(a=[names["a"]], b=[names["b"]])
         house.table.record_assigned({"a", "b"})
         check()
-        there = "[type(x).__name__ for x in kept if id(x) not in walk([a, b])]"
-        assert {*house.run(there)} <= {"list", "tuple"}, "only containers are replaced"
-    here = check()
+        new_types = "[type(x).__name__ for x in kept if id(x) not in walk([a, b])]"
+        assert {*house.run(new_types)} <= {"list", "tuple"}, "only containers are replaced"
+    expected = check()
     house.distributed("spoil([a, b])")
-    assert names["tell"]([names["a"], names["b"]]) == here, "what was spoilt there is here"
-    # An array cannot be pushed in place yet: tests/worker/test_counterparts.py.
+    assert names["tell"]([names["a"], names["b"]]) == expected, "what was spoilt there is here"
+    # Pushes of arrays are tested in tests/objects/test_hints.py.
     if not any(isinstance(each, np.ndarray) for each in made):
         house.send(push(["a", "b"], house.table, ALL))
-        assert house.run("tell([a, b])") == here
+        assert house.run("tell([a, b])") == expected
 
 
 # --- the progress of a transfer ---------------------------------------------------------------

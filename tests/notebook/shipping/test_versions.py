@@ -44,31 +44,31 @@ KEPT = (
 )
 
 
-def asked(house: Any, source: str, ranks: tuple[int, ...] = ALL) -> Any:
-    """Return the objects and the variables that ranks are asked about, and which ranks."""
+def question_of(house: Any, source: str, ranks: tuple[int, ...] = ALL) -> Any:
+    """Return the objects and variables that ranks are asked about, and the ranks, or None."""
     question = plan(source, house.table, ranks).question
     if question is None:
         return None
-    found = [house.table.objects.links.find(key) for key in question.objects]
-    return found, question.names, question.ranks
+    objects = [house.table.objects.links.find(key) for key in question.objects]
+    return objects, question.names, question.ranks
 
 
 def test_ranks_are_asked_only_before_something_is_replaced(house: Any) -> None:
-    """Neither the first sending of a variable nor a push asks the ranks a question."""
+    """Ranks are asked before a changed or new object is sent, not at a first sending or a push."""
     house.cell("xs = [1]\nn = 1\nclass Net: pass\ndef f(x=[]): return Net, xs")
-    assert asked(house, "xs, n, f") is None
+    assert question_of(house, "xs, n, f") is None
     house.distributed("xs, n, f() and 0")
-    assert asked(house, "xs, n, f") is None
+    assert question_of(house, "xs, n, f") is None
     house.cell("xs.append(2)\nn = 2\nNet.size = f.size = 3")
-    found, names, ranks = asked(house, "xs, n, f")
-    wanted = [house.notebook.names[name] for name in ("xs", "Net", "f")]
-    assert len(found) == 3
-    assert all(any(each is other for other in found) for each in wanted)
+    objects, names, ranks = question_of(house, "xs, n, f")
+    expected = [house.notebook.names[name] for name in ("xs", "Net", "f")]
+    assert len(objects) == 3
+    assert all(any(each is other for other in objects) for each in expected)
     assert (names, ranks) == ((), ALL)
     assert house.names("xs, n, f") == {"n"}
     assert push(["xs"], house.table, ALL).question is None
     house.cell("xs = xs + [3]")
-    assert asked(house, "xs")[1:] == (("xs",), ALL)
+    assert question_of(house, "xs")[1:] == (("xs",), ALL)
 
 
 def test_only_changed_parts_of_an_object_conflict(house: Any) -> None:
@@ -88,7 +88,7 @@ def test_only_changed_parts_of_an_object_conflict(house: Any) -> None:
 
 
 def test_objects_that_ranks_changed_stay_theirs(house: Any) -> None:
-    """A notice names push and gather once for each change by the notebook; ranks keep theirs."""
+    """Ranks keep objects that they changed; a notice names both remedies once per change here."""
     house.cell("xs = [1]")
     house.distributed("xs.append('theirs')")
     assert house.distributed("xs") == [1, "theirs"]
@@ -119,7 +119,7 @@ def test_objects_that_ranks_changed_stay_theirs(house: Any) -> None:
 
 
 def test_a_notice_names_variables_with_a_replaced_object(house: Any) -> None:
-    """The ranks' variables that still belong to a replaced object are named, and not changed."""
+    """A notice names the ranks' variables that still hold a replaced object; they do not change."""
     house.cell("net = [1]\nother = 1")
     house.distributed("mine, wrapped = {'of': net}, [[net]]\nother")
     house.cell("net = [2]")
@@ -142,7 +142,7 @@ def test_a_rank_that_lacks_a_variable_gets_it(house: Any) -> None:
     house.distributed("xs", ranks=(0,))
     (packet,) = house.plan("xs").packets
     assert (packet.names, packet.ranks) == (("xs",), (1,))
-    assert asked(house, "xs") == ([[1]], (), (0,))
+    assert question_of(house, "xs") == ([[1]], (), (0,))
     house.run("xs.append('theirs')", ranks=(0,))
     sent = house.settled(plan("xs", house.table, ALL), 0)
     assert [(each.names, each.ranks) for each in sent.packets] == [(("xs",), (1,))]
@@ -153,7 +153,7 @@ def test_a_rank_that_lacks_a_variable_gets_it(house: Any) -> None:
 
 
 def test_a_new_rank_does_not_get_an_outdated_variable(house: Any) -> None:
-    """A new rank gets no variable that other ranks have changed; a notice has both remedies."""
+    """A new rank gets no variable that other ranks have changed; a notice names both remedies."""
     house.cell("xs = [1]")
     house.distributed("xs.append('theirs')")
     house.cell("xs.append(2)")
@@ -197,9 +197,9 @@ def test_a_name_counts_as_gathered_until_bound_again() -> None:
     gathered = Gathered(names)
     assert not gathered.has_any
     gathered.add(["losses", "n"])
-    gathered.record_assigned(["n", "losses", "own"])  # by the cell that has gathered
+    gathered.record_assigned(["n", "losses", "own"])  # by the cell of `%dist_gather`
     assert [name for name in names if name in gathered] == ["losses", "n"]
-    gathered.record_assigned(["losses"])  # `if False: losses = []`
+    gathered.record_assigned(["losses"])  # `if False: losses = []` did not run
     names["alias"] = names["losses"]
     assert ("losses" in gathered, "alias" in gathered) == (True, False)
     names["losses"] = [1, 2]
@@ -230,8 +230,8 @@ def test_a_gathered_name_is_only_sent_by_push(house: Any) -> None:
     gathered.add(["acc"])
     house.table.record_gathered("acc")
     first = plan("acc + f()", house.table, ALL, None, gathered).shipment()
-    said = "`acc` was gathered: the cell uses the ranks' own"
-    assert (first.names, first.notices) == ((), (said,))
+    notice = "`acc` was gathered: the cell uses the ranks' own"
+    assert (first.names, first.notices) == ((), (notice,))
     again = plan("acc", house.table, ALL, None, gathered).shipment()
     assert (again.names, again.notices) == ((), ()), "it is said once"
     house.cell("alias = acc")
