@@ -1,6 +1,6 @@
-"""Writes the tables of options in docs/reference.md: `python -m tests.reference`.
+"""Writes the tables of options of `%%distributed` and of worlds: `python -m tests.reference`.
 
-The tables come from the code; a test compares them with the page.
+The tables in docs/reference.md come from the code; a test compares them with the page.
 """
 
 from __future__ import annotations

@@ -381,14 +381,14 @@ class Namespace:
         """
         return frames_of(value, self._names, ReturnReducer().reduce)
 
-    def lend(self, value: Any, task_id: str, home: ReturnReducer | None = None) -> Payload:
+    def lend(self, value: Any, task_id: str, reducer: ReturnReducer | None = None) -> Payload:
         """Pack a value for the notebook.
 
         A value that is too big for a message is put into shared memory, which stays until
-        `release_values` is called for the task. `home` tells pickle what to send for objects that
-        have a meaning only among ranks, such as a DTensor.
+        `release_values` is called for the task. `reducer` tells pickle what to send for objects
+        that have a meaning only among ranks, such as a DTensor.
         """
-        payload, segment = self._pack_value(value, home)
+        payload, segment = self._pack_value(value, reducer)
         if segment is not None:
             self._lent_segments.setdefault(task_id, []).append(segment)
         return payload
@@ -456,10 +456,10 @@ class Namespace:
         self._lent_segments.setdefault(task_id, []).append(lent)
         return Brought(packed=Payload(segment=lent.ref))
 
-    def _pack_value(self, value: object, home: ReturnReducer | None) -> PackedPayload:
+    def _pack_value(self, value: object, reducer: ReturnReducer | None) -> PackedPayload:
         if is_light(value):  # saves time: Python's own pickle can pack all parts of the value
             return pack_frames([plain_pickle.dumps((value,), plain_pickle.HIGHEST_PROTOCOL)])
-        pickled = pickle(value, self._names, reduce=home.reduce if home else None)
+        pickled = pickle(value, self._names, reduce=reducer.reduce if reducer else None)
         total, next_report = size_of(pickled.frames), time.monotonic() + MOVED_EVERY
         with closing(StepwiseValue(packing(pickled.frames))) as steps:
             for packed_bytes in steps:
@@ -537,9 +537,9 @@ class Context:
         names: dict[str, Any] = self.shell.user_ns
         return names
 
-    def lend(self, value: Any, home: ReturnReducer | None = None) -> Payload:
+    def lend(self, value: Any, reducer: ReturnReducer | None = None) -> Payload:
         """Pack a value of this task for the notebook, by `Namespace.lend`."""
-        return self.namespace.lend(value, self.task_id, home or ReturnReducer())
+        return self.namespace.lend(value, self.task_id, reducer or ReturnReducer())
 
     def record_changes(self) -> ExitStack:
         """Return a context manager in which user code is run.

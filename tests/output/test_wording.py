@@ -124,9 +124,10 @@ def test_figures_are_in_the_block_of_their_rank() -> None:
     assert Panel(final_html(make(2, lambda rank: [out("x\n"), broken]))).lines[-1] == "<Figure>"
 
 
-@pytest.mark.parametrize("kind", ["image/png", "image/jpeg", "image/webp", "image/avif"])
+@pytest.mark.parametrize("kind", ["png", "jpeg", "gif", "webp", "avif"])
 def test_each_kind_of_image(kind: str) -> None:
     """Each kind of image is in all panels and found as an image, and none is below a panel."""
+    kind = f"image/{kind}"
     shown = Display({kind: "aGk=\n", "text/plain": "<Image>"}, {kind: {"width": 90}})
     said = lambda rank: [out("x\n"), shown]  # noqa: E731
     ended = make(2, said)

@@ -49,9 +49,9 @@ def gather(context: Context, expressions: Sequence[str], *, joins: bool = False)
             return Brought(expression, missing=error.name or "")
         except Exception as error:  # noqa: BLE001 (the expression is the user's)
             return Brought(expression, problem=f"{type(error).__name__}: {error}")
-    home = ReturnReducer(notes=not joins, joins=joins)
+    reducer = ReturnReducer(notes=not joins, joins=joins)
     try:
-        packed = context.lend(values, home)
+        packed = context.lend(values, reducer)
     except NotEnoughMemory as error:
         return Brought(expressions[0], problem=f"{type(error).__name__}: {error}")
     except Exception as error:  # noqa: BLE001 (a user's __reduce__ can raise anything)
@@ -61,9 +61,9 @@ def gather(context: Context, expressions: Sequence[str], *, joins: bool = False)
         part = "it" if path == expressions[number] else f"`{path}`"
         problem = f"{part} ({kind}) cannot be sent to the notebook: {why}"
         return Brought(expressions[number], problem=problem)
-    if home.spread:
+    if reducer.spread:
         context.namespace.release_values(context.task_id)
-        return Brought(" ".join(expressions), spread=tuple(home.spread))
+        return Brought(" ".join(expressions), spread=tuple(reducer.spread))
     return Brought(packed=packed)
 
 
