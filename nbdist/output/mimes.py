@@ -35,7 +35,7 @@ class Mime(NamedTuple):
 WIDGET = "application/vnd.jupyter.widget-view+json"
 """The mime type of a display that shows a widget; the page has the widget's model."""
 
-_MIMES = (
+MIMES = (
     Mime("text/plain", "txt", "text"),
     Mime("text/html", "html", "html", "HTML"),
     # Of the images of a display, a panel can show only the one whose type is listed first here.
@@ -53,7 +53,7 @@ _MIMES = (
     Mime("application/vnd.plotly.v1+json", "json", "page", "plotly figure"),
     Mime(WIDGET, "json", "page", "widget"),
 )
-_BY_KIND = {each.kind: each for each in _MIMES}
+_BY_KIND = {each.kind: each for each in MIMES}
 
 
 def mime_of(kind: str) -> Mime:
@@ -63,9 +63,9 @@ def mime_of(kind: str) -> Mime:
 
 def images_in(data: Collection[str]) -> Iterator[Mime]:
     """Yield the types of images among these mime types, the preferred type first."""
-    return (each for each in _MIMES if each.embedding == "image" and each.kind in data)
+    return (each for each in MIMES if each.embedding == "image" and each.kind in data)
 
 
 def readable_in(data: Collection[str]) -> Iterator[Mime]:
     """Yield the readable types among these mime types, the preferred type first."""
-    return (each for each in _MIMES if each.is_readable and each.kind in data)
+    return (each for each in MIMES if each.is_readable and each.kind in data)

@@ -24,6 +24,7 @@ from nbdist.notebook.rich_output import EMPTY_HTML, Below, below_panel, save_fig
 from nbdist.output.ansi import strip
 from nbdist.output.events import Display, DisplayUpdate, Done, Failure, Output, Text
 from nbdist.output.html import MAX_DISPLAYS_BELOW
+from nbdist.output.mimes import MIMES
 from nbdist.output.transcript import Transcript
 from nbdist.words import aligned
 from nbdist.world.task_run import RankOutputs
@@ -331,10 +332,10 @@ def test_figures_are_saved_beside_the_logs(
     bad: dict[str, object] = {"image/png": "x", "text/plain": "<Figure>"}
     (svg,) = save_figures(cell({"image/svg+xml": "<svg/>"}, {"text/html": "<b>"}, bad), logs)
     assert Path(svg.partition(": ")[2]).read_text() == "<svg/>"
-    for kind, suffix in (("jpeg", "jpg"), ("webp", "webp"), ("avif", "avif")):
-        (line,) = save_figures(cell({f"image/{kind}": "aGk="}), logs)
+    for mime in (each for each in MIMES if each.is_base64):
+        (line,) = save_figures(cell({mime.kind: "aGk="}), logs)
         path = Path(line.partition(": ")[2])
-        assert (path.suffix, path.read_bytes()) == (f".{suffix}", b"hi")
+        assert (path.suffix, path.read_bytes()) == (f".{mime.suffix}", b"hi")
     (line,) = save_figures(cell(png(b"one")), {})
     assert line == "figure of rank 0: not saved: there is no log folder (NBDIST_LOG_DIR)"
     missing = str(Path(logs[0]).parent / "gone" / "stdout.log")

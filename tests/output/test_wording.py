@@ -15,6 +15,7 @@ from nbdist.output.events import IGNORES_STOP, Died, Display, Failure, plain_of
 from nbdist.output.html import figures, page_only_displays
 from nbdist.output.html_parts import lines_html, traceback_html
 from nbdist.output.layout import final_layout
+from nbdist.output.mimes import MIMES
 from nbdist.output.screen import ScreenLine
 from nbdist.output.text import panel_text
 from nbdist.output.wording import (
@@ -124,10 +125,9 @@ def test_figures_are_in_the_block_of_their_rank() -> None:
     assert Panel(final_html(make(2, lambda rank: [out("x\n"), broken]))).lines[-1] == "<Figure>"
 
 
-@pytest.mark.parametrize("kind", ["png", "jpeg", "gif", "webp", "avif"])
+@pytest.mark.parametrize("kind", [each.kind for each in MIMES if each.is_base64])
 def test_each_kind_of_image(kind: str) -> None:
     """Each kind of image is in all panels and found as an image, and none is below a panel."""
-    kind = f"image/{kind}"
     shown = Display({kind: "aGk=\n", "text/plain": "<Image>"}, {kind: {"width": 90}})
     said = lambda rank: [out("x\n"), shown]  # noqa: E731
     ended = make(2, said)
