@@ -94,10 +94,11 @@ IS_READY = f"""([path, kernel]) => {{
     return window.nbdistReady > 3;
 }}"""
 
-# Close all notebooks, without a question, and end their kernels.
+# Close all notebooks, without a question, and end their kernels; close the debugger's side bar.
 CLOSE = """async () => {
     const {shell, serviceManager} = window.jupyterapp;
     [...shell.widgets("main")].forEach(each => each.dispose());
+    shell.collapseRight?.();
     await serviceManager.sessions.shutdownAll();
 }"""
 
