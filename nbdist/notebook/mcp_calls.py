@@ -28,7 +28,7 @@ UNSEEN = "no distributed cell has run in this notebook, under which this would b
 TOO_LATE = "the notebook was busy for too long: nothing was run"
 
 
-def look(until: float, pool: str, magic: str, line: str = "") -> None:
+def run_unseen(until: float, pool: str, magic: str, line: str = "") -> None:
     """Run a magic that changes nothing; its output goes to `nbdist mcp` and not to the page.
 
     `until` is the time (`time.time()`) after which nothing is run, since `nbdist mcp` no longer
@@ -76,7 +76,7 @@ def run(until: float, pool: str, who: str, magic: str, line: str, cell: str = ""
     _call(until, pool, run_it, is_seen=True)
 
 
-def note(until: float, pool: str, text: str) -> None:
+def show_note(until: float, pool: str, text: str) -> None:
     """Show a text under the user's last distributed cell, but not after the time `until`."""
     _call(until, pool, lambda _, target: block(text).show_on(target.display()), is_seen=True)
 

@@ -148,11 +148,11 @@ def call_in_notebook(world: RunningWorld, function: str, *arguments: object, tim
     """Call a function of `nbdist.notebook.mcp_calls` in the world's notebook; return its output.
 
     Raises UsageError if the world has no notebook. Also raises UsageError if a cell runs, except
-    for the function `note`, which shows a line under the user's last distributed cell.
+    for the function `show_note`, which shows a line under the user's last distributed cell.
     """
     if world.is_detached:
         raise UsageError(f"world {world.name} has no notebook: `%dist_attach` in one takes it over")
-    if world.info.state == "busy" and function != "note":
+    if world.info.state == "busy" and function != "show_note":
         raise UsageError(f"a cell runs: {world.info.cell!r}. status, stacks, why and output work")
     pool = world.info.pool
     return kernel.ask(world.info.notebook, function, pool, *arguments, timeout=timeout)
@@ -168,7 +168,7 @@ def show_magic(world: str, magic: str, *words: str) -> str:
     """Run a magic that changes nothing in the notebook of a world; return the magic's output."""
     target = find_world(world)
     return call_in_notebook(
-        target, "look", magic, magic_line(target, *words), timeout=MCP_STATUS_TIMEOUT
+        target, "run_unseen", magic, magic_line(target, *words), timeout=MCP_STATUS_TIMEOUT
     )
 
 
@@ -380,7 +380,7 @@ def interrupt(world: str = "") -> str:
             raise UsageError("it has been asked to stop, and runs on; ask `status`")
         time.sleep(BETWEEN_LOOKS)
     note = f"{Asker.name} stopped this cell by `nbdist mcp` at {time.strftime('%H:%M:%S')}"
-    call_in_notebook(target, "note", note, timeout=MCP_STATUS_TIMEOUT)
+    call_in_notebook(target, "show_note", note, timeout=MCP_STATUS_TIMEOUT)
     return "stopped"
 
 

@@ -547,7 +547,7 @@ def _omitted_tasks(past: TaskHistory) -> list[str]:
 _MAGICS = {
     "values.bind_scattered": "%dist_scatter",
     "values.bind_synced": "%dist_sync",
-    "values.give_back": "%dist_restart --keep",
+    "values.bind_kept": "%dist_restart --keep",
     **{"snapshot": "%dist_restore", "run": "World.run"},
 }
 """By op, or by the module of the op: the magic or method that users call."""

@@ -207,7 +207,7 @@ def bind_kept(engine: Engine, kept: Mapping[int, list[bytes]]) -> None:
             continue
         payload, segment = pack_frames(frames)
         with closing(segment) if segment else nullcontext():
-            task = engine.task(OpCall("values.give_back", {"packed": payload}), ranks=(rank,))
+            task = engine.task(OpCall("values.bind_kept", {"packed": payload}), ranks=(rank,))
             running = submit(engine, task)
             finish(engine, running)
             engine.names.objects.record_gained(rank, running.gained(rank))

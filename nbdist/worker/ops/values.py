@@ -127,7 +127,7 @@ def inspect(
 def keep(context: Context, names: Sequence[str]) -> Payload:
     """Pack variables of this rank with the keys of their objects, before this process is replaced.
 
-    `give_back` binds them again in the new process of the rank.
+    `bind_kept` binds them again in the new process of the rank.
     """
     values = {name: eval(name, context.names) for name in names}
     keyed = context.namespace.counterparts.keyed_objects(_pickled(context, values).objects)
@@ -175,7 +175,7 @@ def bind_synced(context: Context, wanted: Sequence[str]) -> None:
         renew_reducers()
 
 
-def give_back(context: Context, packed: Payload) -> None:
+def bind_kept(context: Context, packed: Payload) -> None:
     """Bind variables that `keep` has packed in this rank's previous process."""
     values, keyed = context.namespace.open(packed)
     context.names.update(values)
