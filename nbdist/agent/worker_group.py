@@ -182,7 +182,7 @@ class WorkerGroup:
             await self._store.open()
 
     async def _start_all(self) -> tuple[Worker, OSError] | None:
-        """Start all workers; return None, or the failed worker of the lowest rank with its error.
+        """Start all workers; return None, or the worker that has most likely failed first, and why.
 
         If a worker fails, workers that are not ready yet are killed.
         """
@@ -191,12 +191,11 @@ class WorkerGroup:
         try:
             with FormingCanceller(self._rendezvous.cancel_file) as call_off:
                 starts = (call_off.start(each, GROUP_START_TIMEOUT) for each in workers)
-                errors = await asyncio.gather(*starts)
+                await asyncio.gather(*starts)
         finally:
             for each in reports:
                 each.cancel()
-        failed = zip(workers, errors, strict=True)
-        return next(((worker, error) for worker, error in failed if error), None)
+        return next(iter(call_off.failures), None)
 
     async def _report_progress(self, worker: Worker) -> None:
         await worker.output.up.wait()
@@ -256,7 +255,7 @@ class WorkerGroup:
         exits = [worker.process.exited for worker in forms if worker.process is not None]
         survivor_timeout = GROUP_HEAL_TIMEOUT + SURVIVOR_GRACE
         with FormingCanceller(self._rendezvous.cancel_file, exits) as call_off:
-            answers, errors = await asyncio.gather(
+            answers, _ = await asyncio.gather(
                 asyncio.gather(
                     *(call_off.ask(each, forms[each], survivor_timeout) for each in forms)
                 ),
@@ -264,8 +263,7 @@ class WorkerGroup:
             )
         silent = (each for each, answer in zip(forms, answers, strict=True) if answer is None)
         await asyncio.gather(*(each.kill_unfit(SILENT) for each in silent))
-        failed = ((each, error) for each, error in zip(new, errors, strict=True) if error)
-        return problem_in((_word_failed(*each) for each in failed), answers)
+        return problem_in((_word_failed(*each) for each in call_off.failures), answers)
 
     def _form_request(self, plan: Form, rank: int) -> control.ControlRequest:
         """Return the request for a survivor: reconnect its groups, or form a new default group.
@@ -359,6 +357,11 @@ def problem_in(starts: Iterable[str], answers: Iterable[control.ControlReply | N
         if answer is None or isinstance(answer, control.Failed):
             problems.append(answer.error if answer else "a rank did not answer")
     return lack_in(problems) or next(filter(None, problems), "")
+
+
+def _was_killed(worker: Worker) -> bool:
+    process = worker.process
+    return process is not None and process.exited.done() and process.exited.result() < 0
 
 
 def _word_failed(worker: Worker, error: OSError) -> str:
@@ -508,6 +511,7 @@ class FormingCanceller:
     """
 
     def __init__(self, file: Path, exits: Sequence[asyncio.Future[int]] = ()) -> None:
+        self._failures: list[tuple[Worker, OSError]] = []
         self._file = file
         self._exits = exits
         self._event = asyncio.Event()
@@ -520,6 +524,16 @@ class FormingCanceller:
     def __exit__(self, *_: object) -> None:
         for future in self._exits:
             future.remove_done_callback(self._call_off)
+
+    @property
+    def failures(self) -> list[tuple[Worker, OSError]]:
+        """The new workers that have failed, and their errors; the likeliest culprit comes first.
+
+        Workers that a signal has ended come before others, in the order in which they failed: if a
+        worker dies, another one may fail because it has lost the connection.  The agent can notice
+        both at once, and Linux does not tell which process exited first.
+        """
+        return sorted(self._failures, key=lambda failure: not _was_killed(failure[0]))
 
     async def ask(
         self, worker: Worker, request: control.ControlRequest, timeout: float
@@ -535,12 +549,12 @@ class FormingCanceller:
             self._call_off()
         return await answer
 
-    async def start(self, worker: Worker, timeout: float) -> OSError | None:
-        """Start a worker; return None if the worker is ready, or why it failed.
+    async def start(self, worker: Worker, timeout: float) -> None:
+        """Start a worker, and wait until it is ready or has failed (`failures`).
 
         A worker that is not ready within `timeout` seconds is killed, and counts as failed.  If a
         worker fails, the forming is called off for all workers.  Other workers that are not ready
-        yet are then killed, too, and None is returned for them.
+        yet are then killed, too, but do not count as failed.
         """
         start = asyncio.ensure_future(worker.start())
         event = asyncio.ensure_future(self._event.wait())
@@ -557,11 +571,13 @@ class FormingCanceller:
             start.cancel()
         error = TimeoutError() if start.cancelled() else start.exception()
         if error is None or (is_off and not in_time):
-            return None
+            return
         self._call_off()
         if not isinstance(error, OSError):
             raise error
-        return error if in_time else TimeoutError(f"it was not ready after {timeout:.0f} s")
+        if not in_time:
+            error = TimeoutError(f"it was not ready after {timeout:.0f} s")
+        self._failures.append((worker, error))
 
     def _call_off(self, _: object = None) -> None:
         self._file.touch()

@@ -33,7 +33,7 @@ from nbdist.wire.node_messages import StartPart
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.work import mark
 from tests.agent.sources import TOKEN, Program, Source, worker_start
-from tests.waiting import SOON, until
+from tests.waiting import SOON, until, wait_until
 
 
 async def started_with(
@@ -66,6 +66,25 @@ async def test_a_failed_start_says_which_rank_and_why(
     found = await started_with(source, runtime, program("echo starting; exec sleep 600"))
     assert (found.rank, found.reason) == (0, "it was not ready after 1 s")
     assert found.last_lines == ("starting",)
+
+
+@pytest.mark.world
+async def test_a_killed_worker_is_named_rather_than_workers_that_fail_after_it(
+    source: Source, runtime: Path, program: Program, tmp_path: Path
+) -> None:
+    """A failed start names the killed rank, even if another rank fails before this is noticed."""
+    write = f"cd {tmp_path}; echo $$ > $RANK.new; mv $RANK.new $RANK.pid"
+    waits = "while [ ! -e fail ]; do sleep 0.01; done; exit 1"
+    ends = program(f"{write}; [ $RANK = 1 ] || exec sleep 600; {waits}")
+    starting = asyncio.create_task(started_with(source, runtime, ends))
+    await until(lambda: len([*tmp_path.glob("*.pid")]) == 3, "all workers have started")
+    other, killed = (psutil.Process(int((tmp_path / f"{r}.pid").read_text())) for r in (1, 2))
+    killed.kill()  # from here without `await`, so that both exits are noticed together
+    wait_until(lambda: killed.status() == psutil.STATUS_ZOMBIE, "it is killed")
+    (tmp_path / "fail").touch()
+    wait_until(lambda: other.status() == psutil.STATUS_ZOMBIE, "it exits")
+    failure = await starting
+    assert (failure.rank, failure.reason) == (2, "it was killed by SIGKILL")
 
 
 async def test_impossible_starts_fail_before_any_process(source: Source, runtime: Path) -> None:
@@ -123,9 +142,9 @@ async def test_a_worker_that_cannot_start_is_ended(
     with FormingCanceller(runtime / "over", [dies]) as call_off:
         if not why:
             dies.set_result(-9)
-        found = await call_off.start(worker, timeout)
-    assert str(found or "").startswith(why)
-    assert bool(found) == bool(why)
+        await call_off.start(worker, timeout)
+    assert [failed for failed, _ in call_off.failures] == [worker] * bool(why)
+    assert all(str(error).startswith(why) for _, error in call_off.failures)
     assert (runtime / "over").exists()
     await worker.stop(0.0)
     assert worker.state == "dead"
@@ -144,8 +163,9 @@ async def test_a_fork_that_comes_late_is_killed(
     async def start_in_vain() -> None:
         worker = Worker(worker_start(runtime), source.source, None, lambda *_: None)
         with FormingCanceller(runtime / "over") as call_off:
-            found = await call_off.start(worker, 0.2)
-        assert (str(found), server.is_running()) == ("it was not ready after 0 s", True)
+            await call_off.start(worker, 0.2)
+        ((_, error),) = call_off.failures
+        assert (str(error), server.is_running()) == ("it was not ready after 0 s", True)
         await worker.stop(0.0)
 
     server.suspend()
