@@ -157,3 +157,17 @@ def test_each_rank_forgets_an_ended_object_once(objects: SentObjects) -> None:
     assert forgotten.keys() == {1}
     assert objects.pop_forgotten([0, 1]) == {}
     assert not objects.of(0).keys() & {*keys}
+
+
+def test_an_object_that_some_ranks_have_kept_gets_a_new_key(objects: SentObjects) -> None:
+    """An argument gets a new key if only some ranks keep it, and no other object of theirs does."""
+    links = objects.links
+    things = partly, everywhere, nowhere, held = [Thing() for _ in range(4)]
+    keys = [links.add(thing, "instance").key for thing in things]
+    holder = links.add(Thing(), "instance").key
+    states = dict.fromkeys(keys, state())
+    objects.record_finished(0, Parcel(states={**states, holder: state(0, (keys[3],))}), (keys[2],))
+    objects.record_finished(1, Parcel(states=states), (keys[0], keys[2], keys[3]))
+    objects.renew_partly_kept({0: keys, 1: keys})
+    assert links.key_of(partly) not in (None, keys[0])
+    assert [links.key_of(each) for each in (everywhere, nowhere, held)] == keys[1:]
