@@ -110,7 +110,7 @@ def test_a_world_exists_from_start_to_stop(lab: Lab) -> None:
 
 
 def test_a_death_before_the_end_of_a_start_counts(lab: Lab) -> None:
-    """A rank that dies while other ranks still start is new after healing; old deaths are not."""
+    """A rank that dies while other ranks still start counts as dead, and as new after healing."""
     lab.say(0, Died(-9, 0, pid=10), "")
     lab.ask(messages.StartWorld(spec()))
     died = Died(-9, 0, pid=21)
