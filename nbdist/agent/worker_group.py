@@ -360,8 +360,11 @@ def problem_in(starts: Iterable[str], answers: Iterable[control.ControlReply | N
 
 
 def _was_killed(worker: Worker) -> bool:
+    """Return True if a signal has ended the worker, and the agent has not sent the signal."""
     process = worker.process
-    return process is not None and process.exited.done() and process.exited.result() < 0
+    if process is None or not process.exited.done() or worker.death.is_killed:
+        return False
+    return process.exited.result() < 0
 
 
 def _word_failed(worker: Worker, error: OSError) -> str:
@@ -529,11 +532,11 @@ class FormingCanceller:
     def failures(self) -> list[tuple[Worker, OSError]]:
         """The new workers that have failed, and their errors; the likeliest culprit comes first.
 
-        Workers that a signal has ended come before others, in the order in which they failed: if a
+        Workers that a signal has ended come before others, and each kind is sorted by rank: if a
         worker dies, another one may fail because it has lost the connection.  The agent can notice
         both at once, and Linux does not tell which process exited first.
         """
-        return sorted(self._failures, key=lambda failure: not _was_killed(failure[0]))
+        return sorted(self._failures, key=lambda each: (not _was_killed(each[0]), each[0].rank))
 
     async def ask(
         self, worker: Worker, request: control.ControlRequest, timeout: float
