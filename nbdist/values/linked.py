@@ -83,8 +83,9 @@ class CannotRebuild(Exception):
 
 
 def reducer_for(namespace: dict[str, Any]) -> Reducer:
-    """Return the functions by which a `Scan` learns how objects would be pickled.
+    """Return functions that tell how an object would be pickled (`Reducer`).
 
+    A `Scan`, which reads the states of objects so that changes are noticed, calls these functions.
     `namespace` is the `__main__` of this process.
     """
     scout = Pickler(namespace, TensorReducer(sketch=True, back_to_device=False, exact=False), None)

@@ -299,7 +299,10 @@ _ALONE = _count_alone()
 
 
 class Blocks:
-    """The memory blocks of this process, by key and by address."""
+    """The `MemoryBlock`s of this process: memory of tensors and arrays that is sent as one piece.
+
+    A block is found by its key or its address; a block of scattered elements by its view, too.
+    """
 
     def __init__(self, links: Links) -> None:
         self._links = links

@@ -40,8 +40,9 @@ from nbdist.values.tensors import Reduced, TensorReducer, reduce_constant
 LONG_TEXT, READ_FROM, READ_AT_ONCE = 1 << 20, 1 << 20, 64 << 20
 """Numbers of bytes.
 
-A sketch has only digests of texts of LONG_TEXT bytes or more.  So that Stop can interrupt, a pickle
-of READ_FROM bytes or more is read in pieces, and a digest reads at most READ_AT_ONCE at a time."""
+In a sketch, a pickle that is only compared and never loaded, a digest stands for each text of
+LONG_TEXT bytes or more.  So that Stop can interrupt, a pickle of READ_FROM bytes or more is read in
+pieces, and a digest reads at most READ_AT_ONCE at a time."""
 
 Buffer = bytes | bytearray | memoryview | plain_pickle.PickleBuffer
 """A frame of a pickled value: the pickle itself, or big memory that is sent beside the pickle."""

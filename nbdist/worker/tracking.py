@@ -2,7 +2,8 @@
 
 `track` sends numbers of a rank, by step, to the notebook about twice a second. Numbers that come
 faster are aggregated, so every message is small. In a worker the kernel connects `track` to its
-iopub socket; in other processes both functions do nothing.
+iopub socket. `watch` counts a step of a cell with `--watch`. In the notebook, and in a script under
+torchrun, both functions do nothing.
 """
 
 from __future__ import annotations

@@ -287,9 +287,10 @@ class CellResult(Generic[R_co]):
         return self.by_rank.keys()
 
     def values(self) -> abc.ValuesView[R_co]:
-        """Return the values in rank order.
+        """Return the values in rank order, without those of ranks that failed.
 
-        Raises UsageError if a rank's value is missing, or if the task returns no values.
+        Raises UsageError if the value of a rank that ended well is missing, or if the task returns
+        no values.
         """
         self._check_values()
         return self.by_rank.values()

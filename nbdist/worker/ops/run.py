@@ -306,7 +306,9 @@ def _group_pids() -> set[int]:
 # Names to which every worker binds modules. If the notebook has bound these names to other modules,
 # functions of the notebook use the notebook's modules.
 READY_MODULES = ("torch", "dist")
-_left: dict[str, Any] = {}  # names that stayed bound after earlier calls, with their values
+# Variables of the notebook that `lent_names` has left bound after a call, with their values.
+# Functions that the call has defined may use them.
+_left: dict[str, Any] = {}
 
 
 def call(
