@@ -302,7 +302,7 @@ class Engine:
         # The op `values.inspect` may ask about objects that the notebook has dropped.  The ranks
         # must not forget these objects before they answer.
         is_question = isinstance(task.work, OpCall) and task.work.op == "values.inspect"
-        forget = {} if is_question else self.names.objects.pop_forgotten(task.ranks)
+        forget = {} if is_question else self.names.pop_forgotten(task.ranks)
         deleted = self.names.pop_deleted(task.ranks)
         task = replace(
             task,

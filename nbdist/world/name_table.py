@@ -242,6 +242,22 @@ class NameTable:
                 deleted[rank] = tuple(names)
         return deleted
 
+    def pop_forgotten(self, ranks: Collection[int]) -> dict[int, tuple[int, ...]]:
+        """Return, by rank, the keys of objects that ranks can forget (`SentObjects.pop_forgotten`).
+
+        The table then no longer knows whether ranks have changed such an object.  So a variable
+        that leads to changed objects, and that the notebook has assigned again, becomes the rank's.
+        """
+        deleted, changed = self.objects.collect_deleted(), self.objects.changed.keys()
+        if deleted and changed:
+            for rank, has in self._ranks.items():
+                for name, entry in [*has.items()]:
+                    if isinstance(entry, Sent) and entry.identity is None:
+                        keys = self.objects.reach(rank, entry.bound_to)
+                        if keys & deleted and keys & changed:
+                            self.record_changed_value(name, rank)
+        return self.objects.pop_forgotten(ranks)
+
     def record_gathered(self, name: str, ranks: Collection[int] = ()) -> None:
         """Record that the notebook has bound a name to values that it has fetched from workers.
 

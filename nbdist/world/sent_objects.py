@@ -224,14 +224,19 @@ class SentObjects:
         """Return the ranks that have the object with this key."""
         return frozenset(rank for rank, states in self.known.items() if key in states)
 
+    def collect_deleted(self) -> set[int]:
+        """Return the keys of objects that the notebook has deleted and ranks still have."""
+        if self.links.has_dead:
+            self.links.drop_unused()
+        self._dead.update(self.links.pop_dead_keys())
+        return self._dead
+
     def pop_forgotten(self, ranks: Collection[int]) -> dict[int, tuple[int, ...]]:
         """Return, by rank, the keys of objects that the notebook has deleted and the rank has.
 
         The keys are removed from `known`, so each is returned once for a rank.
         """
-        if self.links.has_dead:
-            self.links.drop_unused()
-        self._dead.update(self.links.pop_dead_keys())
+        self.collect_deleted()
         if not self._dead:
             return {}
         forgotten = {}

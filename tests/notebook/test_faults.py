@@ -74,6 +74,19 @@ def test_a_death_while_a_cell_is_sent_is_noted_once(notebook: Notebook, magic: s
     assert sum(each.text.count(note) for each in outcomes) == 1
 
 
+def test_a_death_names_variables_that_the_notebook_has_replaced(notebook: Notebook) -> None:
+    """A variable that ranks have changed is named as lost, even if the notebook has a new one."""
+    notebook.run("class Box: pass\nlost_box = Box()\nlost_box.items = [1]")
+    notebook.run("%%distributed\nlost_box.items.append(2)")
+    notebook.run("%dist_scale 5\n%dist_scale 4")  # nbdist asks the ranks what they have changed
+    notebook.run("lost_box = Box()")
+    notebook.run("%distributed pass")
+    cell = "%%distributed\nimport os\nif rank == 1: os._exit(3)\ndist.barrier()"
+    pattern = r"Rank 1 was restarted and its variables \((.*)\) are gone"
+    (lost_names,) = re.findall(pattern, notebook.run(cell).error)
+    assert "lost_box" in lost_names
+
+
 @pytest.mark.own_agent
 def test_workers_can_be_restarted_after_their_agent_died(fresh: Callable[..., Notebook]) -> None:
     """The last cell and the next cell name the agent's death; `%dist_restart` starts workers."""
