@@ -245,8 +245,9 @@ class NameTable:
     def pop_forgotten(self, ranks: Collection[int]) -> dict[int, tuple[int, ...]]:
         """Return, by rank, the keys of objects that ranks can forget (`SentObjects.pop_forgotten`).
 
-        The table then no longer knows whether ranks have changed such an object.  So a variable
-        that leads to changed objects, and that the notebook has assigned again, becomes the rank's.
+        From then on the table does not know whether ranks have changed such an object.  So if the
+        notebook has assigned a variable again, and ranks have changed the object that was sent
+        under the name or an object to which it leads, the variable now counts as bound by the rank.
         """
         deleted, changed = self.objects.collect_deleted(), self.objects.changed.keys()
         if deleted and changed:

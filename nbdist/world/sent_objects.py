@@ -225,7 +225,10 @@ class SentObjects:
         return frozenset(rank for rank, states in self.known.items() if key in states)
 
     def collect_deleted(self) -> set[int]:
-        """Return the keys of objects that the notebook has deleted and ranks still have."""
+        """Return the keys of objects that the notebook has deleted, but that ranks still have.
+
+        Objects that the notebook has deleted since the last call are added first.
+        """
         if self.links.has_dead:
             self.links.drop_unused()
         self._dead.update(self.links.pop_dead_keys())
